@@ -1,0 +1,175 @@
+"""Train on every device of one machine. Parent: single_gpu.py
+
+    python multigpu.py 50 10
+"""
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, it would keep the group alive
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+import utils
+
+
+def ddp_setup(rank, world_size, port):
+    torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group(
+        store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+    )
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+    ):
+        self.device = device
+        self.model = model.to(device)
+        self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.epochs_run = 0
+        self._load_snapshot()
+
+    def train(self, total_epochs):
+        if dist.get_rank() == 0:
+            utils.print_run(self, total_epochs, dist.get_world_size())
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss, samples = self._run_epoch(epoch)
+            samples_per_s = samples / (time.perf_counter() - start)
+            eval_loss, _ = self._evaluate()
+            self.epochs_run = epoch + 1
+            if dist.get_rank() != 0:
+                continue
+            utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        torch.manual_seed(epoch)
+        self.model.train()
+        loss_sum, samples = torch.zeros((), device=self.device), 0
+        for source, targets in self.train_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss_sum += self._run_batch(source, targets) * len(source)
+            samples += len(source)
+        return self._mean(loss_sum, samples)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.ddp_model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        loss_sum, samples = torch.zeros((), device=self.device), 0
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss_sum += self.loss_fn(self.model(source), targets) * len(source)
+            samples += len(source)
+        return self._mean(loss_sum, samples)
+
+    def _mean(self, loss_sum, samples):
+        total = torch.tensor([loss_sum, samples], device=self.device)
+        dist.all_reduce(total)
+        loss_sum, samples = total.tolist()
+        return loss_sum / samples, samples
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+        }
+        utils.save_atomically(snapshot, self.snapshot_path)
+        print(f"epoch {self.epochs_run} saved to {self.snapshot_path}", flush=True)
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        if snapshot["EPOCHS_RUN"] == 0:
+            return
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+@functools.cache  # loaded once a process, however often it is asked for
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    return train_set, eval_set, model, F.mse_loss, optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+def main(rank, world_size, port, args):
+    device = utils.get_device(rank)
+    ddp_setup(rank, world_size, port)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = DistributedSampler(train_set, drop_last=True)
+    train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
+    sampler = range(rank, len(eval_set), world_size)
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+    ).train(args.total_epochs)
+    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    parser.add_argument("--nprocs", type=utils.positive_int)
+    args = parser.parse_args()
+    world_size = args.nprocs or torch.accelerator.device_count() or 2
+    utils.check_run(args, load_train_objs(), world_size)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(main, (world_size, store.port, args), nprocs=world_size)

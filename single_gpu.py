@@ -1,0 +1,152 @@
+"""Train on one device. Parent: none
+
+    python single_gpu.py 50 10
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+import utils
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+    ):
+        self.device = device
+        self.model = model.to(device)
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.epochs_run = 0
+        self._load_snapshot()
+
+    def train(self, total_epochs):
+        utils.print_run(self, total_epochs)
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss, samples = self._run_epoch(epoch)
+            samples_per_s = samples / (time.perf_counter() - start)
+            eval_loss, _ = self._evaluate()
+            self.epochs_run = epoch + 1
+            utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.generator.manual_seed(epoch)
+        torch.manual_seed(epoch)
+        self.model.train()
+        loss_sum, samples = torch.zeros((), device=self.device), 0
+        for source, targets in self.train_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss_sum += self._run_batch(source, targets) * len(source)
+            samples += len(source)
+        return self._mean(loss_sum, samples)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        loss_sum, samples = torch.zeros((), device=self.device), 0
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss_sum += self.loss_fn(self.model(source), targets) * len(source)
+            samples += len(source)
+        return self._mean(loss_sum, samples)
+
+    def _mean(self, loss_sum, samples):
+        total = torch.tensor([loss_sum, samples], device=self.device)
+        loss_sum, samples = total.tolist()
+        return loss_sum / samples, samples
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+        }
+        utils.save_atomically(snapshot, self.snapshot_path)
+        print(f"epoch {self.epochs_run} saved to {self.snapshot_path}", flush=True)
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        if snapshot["EPOCHS_RUN"] == 0:
+            return
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+@functools.cache  # loaded once a process, however often it is asked for
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    return train_set, eval_set, model, F.mse_loss, optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+def main(args):
+    device = utils.get_device()
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
+    sampler = range(len(eval_set))
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+    ).train(args.total_epochs)
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    args = parser.parse_args()
+    utils.check_run(args, load_train_objs())
+    main(args)
