@@ -1,9 +1,8 @@
 """Train on every device of one machine. Parent: single_gpu.py
 
-    python multigpu.py 50 10
+python multigpu.py 50 10
 """
 
-import functools
 import gc
 import time
 from collections.abc import Callable
@@ -121,7 +120,6 @@ class Trainer:
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
-@functools.cache  # loaded once a process, however often it is asked for
 def load_train_objs():
     """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
@@ -143,9 +141,9 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 
 
 def main(rank, world_size, port, args):
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.get_device(rank)
     ddp_setup(rank, world_size, port)
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
@@ -170,6 +168,6 @@ if __name__ == "__main__":
     parser.add_argument("--nprocs", type=utils.positive_int)
     args = parser.parse_args()
     world_size = args.nprocs or torch.accelerator.device_count() or 2
-    utils.check_run(args, load_train_objs(), world_size)
+    utils.check_run(args, *load_train_objs(), world_size=world_size)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.spawn(main, (world_size, store.port, args), nprocs=world_size)

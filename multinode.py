@@ -1,9 +1,8 @@
 """Train on any number of machines. Parent: multigpu.py
 
-    torchrun --standalone --nproc-per-node=2 multinode.py 50 10
+torchrun --standalone --nproc-per-node=2 multinode.py 50 10
 """
 
-import functools
 import gc
 import time
 from collections.abc import Callable
@@ -111,14 +110,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        # The newest that any rank can see wins: disks may differ, ranks may have moved.
         data = utils.to_tensor(snapshot).to(self.device)
-        mine = torch.tensor([snapshot["EPOCHS_RUN"], len(data)], device=self.device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        epochs, sizes = torch.stack(found).T.tolist()
-        newest = epochs.index(max(epochs))
-        dist.broadcast(data.resize_(sizes[newest]), src=newest)
+        found = torch.zeros(dist.get_world_size(), 2, dtype=int, device=self.device)
+        found[dist.get_rank()] = torch.tensor([snapshot["EPOCHS_RUN"], len(data)])
+        dist.all_reduce(found)
+        newest = int(found[:, 0].argmax())  # disks may differ, ranks may have moved
+        dist.broadcast(data.resize_(found[newest, 1].item()), src=newest)
         snapshot = utils.from_tensor(data)
         if snapshot["EPOCHS_RUN"] == 0:
             return
@@ -127,7 +124,6 @@ class Trainer:
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
-@functools.cache  # loaded once a process, however often it is asked for
 def load_train_objs():
     """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
@@ -149,10 +145,12 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 
 
 @record
-def main(rank, local_rank, world_size, args):
+def main(args):
+    rank, local_rank, world_size = utils.torchrun_env()
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    utils.check_run(args, train_set, eval_set, model, world_size=world_size)
     device = utils.get_device(local_rank)
     ddp_setup()
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
@@ -175,6 +173,4 @@ def main(rank, local_rank, world_size, args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     args = parser.parse_args()
-    rank, local_rank, world_size = utils.torchrun_env()
-    utils.check_run(args, load_train_objs(), world_size)
-    main(rank, local_rank, world_size, args)
+    main(args)

@@ -1,9 +1,8 @@
 """Train on one device. Parent: none
 
-    python single_gpu.py 50 10
+python single_gpu.py 50 10
 """
 
-import functools
 import time
 from collections.abc import Callable
 
@@ -104,7 +103,6 @@ class Trainer:
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
-@functools.cache  # loaded once a process, however often it is asked for
 def load_train_objs():
     """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
@@ -126,8 +124,9 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 
 
 def main(args):
-    device = utils.get_device()
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    utils.check_run(args, train_set, eval_set, model)
+    device = utils.get_device()
     # Whole batches only, so that every step averages over equally many samples.
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
@@ -148,5 +147,4 @@ def main(args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     args = parser.parse_args()
-    utils.check_run(args, load_train_objs())
     main(args)

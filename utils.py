@@ -1,6 +1,6 @@
 """What no rung teaches: the data set, the command line, the device, the snapshot file.
 
-It is the same for every rung. Whatever a lesson changes stands in the scripts, in sight.
+The same for every rung. Whatever a lesson changes stands in the scripts, in sight.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import tempfile
+import time
 
 import torch
 from torch.utils.data import Dataset
@@ -41,6 +42,10 @@ class MyTrainDataset(Dataset):
 
 def fail(message):
     """End the program with one line on stderr and exit status 2: the input is bad."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # All processes of a machine find the same fault. The first says so, and while
+        # the others wait, torchrun ends them; if it found none, they speak after all.
+        time.sleep(5)
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -77,7 +82,7 @@ def make_parser(doc):
 
 
 def torchrun_env():
-    """RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, else one line and exit 2."""
+    """torchrun's RANK, LOCAL_RANK and WORLD_SIZE as ints, else one line and exit 2."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     script = os.path.basename(sys.argv[0])
@@ -92,22 +97,22 @@ def torchrun_env():
         fail(f"RANK, LOCAL_RANK or WORLD_SIZE is not a number: {error}")
 
 
-def check_run(args, train_objs, world_size=1):
+def check_run(args, train_set, eval_set, model, *_, world_size=1):
     """End with one line and exit status 2 if this run cannot work; change no file.
 
-    `train_objs` is what `load_train_objs` returns.
+    After `args` comes what `load_train_objs` returns; the rest of it is not looked at.
     """
-    train_set, _, model, _, _ = train_objs
     devices = torch.accelerator.device_count()
     nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if nprocs > devices > 0:
-        fail(f"{nprocs} processes, but {devices} {get_device().type} here: one for each")
-    batch = world_size * args.batch_size
-    if batch > len(train_set):
+        fail(f"{nprocs} processes need {nprocs} accelerators, this machine has {devices}")
+    if world_size * args.batch_size > len(train_set):
         fail(
-            f"a step takes {world_size} x {args.batch_size} = {batch} samples and there "
-            f"are {len(train_set)}: lower --batch-size or the number of processes"
+            f"one step takes {world_size} x {args.batch_size} samples and there are "
+            f"{len(train_set)}: lower --batch-size or the number of processes"
         )
+    if len(eval_set) == 0:
+        fail("there is no held-out sample")
     folder = os.path.dirname(args.snapshot_path) or "."
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -163,7 +168,7 @@ def to_tensor(snapshot):
 
 
 def from_tensor(data):
-    """The snapshot in a tensor of `to_tensor`, on any device; the result is on the CPU."""
+    """What `to_tensor` made `data` of, which may be on any device; result on the CPU."""
     buffer = bytearray(len(data))
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
     return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
