@@ -105,7 +105,7 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
     devices = torch.accelerator.device_count()
     nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if nprocs > devices > 0:
-        fail(f"{nprocs} processes need {nprocs} accelerators, this machine has {devices}")
+        fail(f"{nprocs} processes, but this machine has {devices} accelerators: one each")
     if world_size * args.batch_size > len(train_set):
         fail(
             f"one step takes {world_size} x {args.batch_size} samples and there are "
@@ -168,7 +168,7 @@ def to_tensor(snapshot):
 
 
 def from_tensor(data):
-    """What `to_tensor` made `data` of, which may be on any device; result on the CPU."""
+    """What `to_tensor` made into `data`, on any device; the result is on the CPU."""
     buffer = bytearray(len(data))
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
     return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
