@@ -105,7 +105,7 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
     devices = torch.accelerator.device_count()
     nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if nprocs > devices > 0:
-        fail(f"{nprocs} processes, but this machine has {devices} accelerators: one each")
+        fail(f"{nprocs} processes here need {nprocs} accelerators: there is {devices}")
     if world_size * args.batch_size > len(train_set):
         fail(
             f"one step takes {world_size} x {args.batch_size} samples and there are "
@@ -118,6 +118,8 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         fail(f"cannot write {args.snapshot_path}: {folder}: {error.strerror}")
+    if os.path.isdir(args.snapshot_path):
+        fail(f"cannot write {args.snapshot_path}: it is a folder")
     cure = "delete it or choose another --snapshot-path"
     try:
         snapshot = read_snapshot(args.snapshot_path)

@@ -1,0 +1,96 @@
+"""The diff is the product: within budget, no noise, the parent's order kept."""
+
+import ast
+
+import pytest
+
+from tests.rungs import EDGES, ROOT, RUNGS, changed_lines, commands, docstring
+
+BUDGETS = {  # changed lines, blank ones apart; a variant has 40
+    ("single_gpu.py", "multigpu.py"): 45,
+    ("multigpu.py", "multinode.py"): 35,
+    ("single_gpu.py", "multinode.py"): 50,
+}
+ALL = sorted({*EDGES, *BUDGETS})
+METHODS = ["__init__", "train", "_run_epoch", "_run_batch", "_evaluate"]
+METHODS += ["_save_snapshot", "_load_snapshot"]
+FUNCTIONS = ["ddp_setup", "load_train_objs", "prepare_dataloader", "main"]
+
+
+def names(path, kind):
+    """Names of the functions of a file in their order, or of its Trainer's methods."""
+    body = ast.parse((ROOT / path).read_text()).body
+    if kind == "methods":
+        (trainer,) = (x for x in body if isinstance(x, ast.ClassDef))
+        assert trainer.name == "Trainer"
+        body = trainer.body
+    return [x.name for x in body if isinstance(x, ast.FunctionDef)]
+
+
+def in_order(some, of):
+    rest = iter(of)
+    return all(x in rest for x in some)
+
+
+def test_the_root_holds_three_scripts():
+    trunk = ["multigpu.py", "multinode.py", "single_gpu.py"]
+    assert [name for name in RUNGS if "/" not in name] == trunk
+    assert sorted(x.name for x in ROOT.glob("*.py")) == [*trunk, "utils.py"]
+
+
+@pytest.mark.parametrize(("parent", "child"), ALL)
+def test_budget(parent, child):
+    lines = changed_lines(parent, child)
+    assert len(lines) <= BUDGETS.get((parent, child), 40), "\n".join(lines)
+
+
+@pytest.mark.parametrize(("parent", "child"), ALL)
+def test_no_noise(parent, child):
+    """No line only moved or reformatted, and no comment that goes without its line."""
+    lines = changed_lines(parent, child)
+    gone = ["".join(x[1:].split()) for x in lines if x[0] == "-"]
+    come = ["".join(x[1:].split()) for x in lines if x[0] == "+"]
+    assert not [x for x in gone if x.startswith("#")]
+    moved = set(gone) & set(come)
+    indented = {x for x in moved if not_only_indented(x, parent, child)}
+    assert not indented
+
+
+def not_only_indented(squeezed, parent, child):
+    """Whether a line both gone and come differs in more than its depth."""
+    found = []
+    for name in (parent, child):
+        lines = (ROOT / name).read_text().splitlines()
+        found.append({x.strip() for x in lines if "".join(x.split()) == squeezed})
+        depths = {len(x) - len(x.lstrip()) for x in lines if x.strip() in found[-1]}
+        found.append(depths)
+    return found[0] != found[2] or found[1] == found[3]
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_order(name):
+    assert in_order(METHODS, names(name, "methods"))
+    functions = [x for x in FUNCTIONS if x in names(name, "functions")]
+    assert in_order(functions, names(name, "functions"))
+    assert {"load_train_objs", "prepare_dataloader", "main"} <= set(functions)
+    parent = RUNGS[name]
+    if parent:
+        assert in_order(names(parent, "methods"), names(name, "methods"))
+        assert in_order(names(parent, "functions"), names(name, "functions"))
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_docstring(name):
+    """It names its parent, which is there, and a command that runs this very file."""
+    assert RUNGS[name] is None or RUNGS[name] in RUNGS
+    assert commands(name)
+    assert all(name in words for words in commands(name))
+    first = docstring(ROOT / name).splitlines()[0]
+    assert all(first != docstring(ROOT / x).splitlines()[0] for x in RUNGS if x != name)
+
+
+@pytest.mark.parametrize("name", [*RUNGS, "utils.py"])
+def test_width(name):
+    """Two files fit side by side."""
+    lines = (ROOT / name).read_text().splitlines()
+    assert not [x for x in lines if len(x) > 88]

@@ -1,0 +1,92 @@
+"""A process that dies takes the run with it: soon, by name, leaving nothing behind."""
+
+import os
+import signal
+import time
+import uuid
+
+import pytest
+
+from tests.rungs import IN_STEP_80, ROOT, finish, launch, left_over, plant, run, start
+
+linux = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
+)
+
+
+@linux
+def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
+    script = plant(
+        "multigpu.py",
+        tmp_path,
+        before_main=IN_STEP_80.format("raise ValueError('planted')"),
+    )
+    mark = uuid.uuid4().hex
+    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    assert done.returncode == 1
+    assert "-- Process 1 terminated with the following error:" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: planted")
+    assert not left_over(mark)
+
+
+@linux
+def test_multigpu_names_the_rank_that_was_killed(tmp_path):
+    script = plant(
+        "multigpu.py",
+        tmp_path,
+        before_main=IN_STEP_80.format("import os; os.kill(os.getpid(), 9)"),
+    )
+    mark = uuid.uuid4().hex
+    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    assert done.returncode == 1
+    assert "process 1 terminated with signal SIGKILL" in done.stderr
+    assert not left_over(mark)
+
+
+@linux
+def test_torchrun_shows_the_traceback_of_the_rank_that_failed_first(tmp_path):
+    script = plant(
+        "multinode.py",
+        tmp_path,
+        before_main=IN_STEP_80.format("raise ValueError('planted')"),
+    )
+    mark = uuid.uuid4().hex
+    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    assert done.returncode == 1
+    summary = done.stderr.split("Root Cause (first observed failure):")[1]
+    assert "rank      : 1 (local_rank: 1)" in summary
+    assert "ValueError: planted" in summary
+    assert not left_over(mark)
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ending_multigpu_ends_its_processes(tmp_path, number):
+    """Ctrl-C reaches the whole group; SIGKILL reaches the first process alone."""
+    mark = uuid.uuid4().hex
+    process = start(launch(ROOT / "multigpu.py", 10**6, 10**6), tmp_path, MARK=mark)
+    for line in process.stdout:
+        if "epoch 2/" in line:
+            break
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
+    left = left_over(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert not left
+    assert done.returncode != 0
+
+
+@linux
+def test_a_rank_that_dies_at_once_does_not_leave_the_others_waiting(tmp_path):
+    change = ("def main(", "def _main(")
+    block = "def main(rank, *args):\n    assert rank != 1\n    _main(rank, *args)\n"
+    script = plant("multigpu.py", tmp_path, change, before_main=block)
+    began = time.monotonic()
+    done = run(launch(script, 5, 2), tmp_path)
+    assert time.monotonic() - began < 100, "not by the five minutes' time-out"
+    assert done.returncode == 1
+    assert "-- Process 1 terminated with the following error:" in done.stderr

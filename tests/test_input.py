@@ -1,0 +1,152 @@
+"""Bad input: one line, exit status 2, before anything starts, every file as it was."""
+
+import os
+import pickle
+
+import pytest
+import torch
+
+from tests.rungs import DISTRIBUTED, ROOT, RUNGS, forked, launch, load, plant, run
+
+TORCHRUN = {
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "WORLD_SIZE": 2,
+    "LOCAL_WORLD_SIZE": 2,
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": 1,
+}
+ARGUMENTS = {
+    "": "the following arguments are required: total_epochs, save_every",
+    "5": "the following arguments are required: save_every",
+    "five 1": "argument total_epochs: 'five' is not a whole number above 0",
+    "0 1": "argument total_epochs: '0' is not a whole number above 0",
+    "-5 1": "argument total_epochs: '-5' is not a whole number above 0",
+    "5 0": "argument save_every: '0' is not a whole number above 0",
+    "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
+    "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
+    "5 1 --batch-size ten": "argument --batch-size/--batch_size: 'ten' is not a whole",
+    "5 1 --batch-size 4096": "samples and there are 2048: lower --batch-size",
+    "5 1 --speed 2": "unrecognized arguments: --speed 2",
+    "5 1 --snapshot-path no/s.pt": "cannot write no/s.pt: no: No such file or dir",
+    "5 1 --snapshot-path /proc/s.pt": "cannot write /proc/s.pt: /proc: ",
+    "5 1 --snapshot-path .": "cannot write .: it is a folder",
+}
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def refused(name, folder, *args, script=None, **env):
+    """The one line on stderr with which a rung refuses to run."""
+    script = script or ROOT / name
+    if "torchrun" in launch(script, 1, 1)[2:3] or name == "multinode.py":
+        env = TORCHRUN | env
+    before = files(folder)
+    env = {key: value for key, value in env.items() if value is not None}
+    done = forked(script, *args, cwd=folder, **env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert files(folder) == before
+    start = f"{os.path.basename(name)}: error: "
+    assert done.stderr.startswith(start)
+    return done.stderr.removeprefix(start).strip()
+
+
+@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("args", ARGUMENTS)
+def test_bad_argument(name, args, tmp_path):
+    assert ARGUMENTS[args] in refused(name, tmp_path, *args.split())
+
+
+@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("kind", ["cut", "empty", "text", "pickle", "tensor", "keys"])
+def test_not_a_snapshot(name, kind, runs, copy_of):
+    path = copy_of(runs("single_gpu.py")[0])
+    whole = path.read_bytes()
+    match kind:
+        case "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        case "empty":
+            path.write_bytes(b"")
+        case "text":
+            path.write_text("epoch 5\n")
+        case "pickle":  # code in it must not run
+            path.write_bytes(pickle.dumps(os.getcwd))
+        case "tensor":
+            torch.save(torch.zeros(3), path)
+        case "keys":
+            torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, path)
+    line = refused(name, path.parent, 9, 1)
+    assert line.startswith("snapshot.pt is cut short or is no snapshot: delete it")
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_snapshot_of_another_model(name, runs, copy_of):
+    path = copy_of(runs("single_gpu.py")[0])
+    snapshot = load(path)
+    snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
+    torch.save(snapshot, path)
+    line = refused(name, path.parent, 9, 1)
+    assert line.startswith("snapshot.pt belongs to another model: delete it")
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_no_held_out_sample(name, tmp_path):
+    change = ("MyTrainDataset(512, seed=1)", "MyTrainDataset(0, seed=1)")
+    script = plant(name, tmp_path / "copy", change)
+    assert refused(name, script.parent, 5, 1, script=script)
+
+
+def test_more_processes_than_samples(tmp_path):
+    args = (5, 1, "--batch-size", 1, "--nprocs", 2049)
+    line = refused("multigpu.py", tmp_path, *args)
+    assert line.startswith("one step takes 2049 x 1 samples and there are 2048")
+    line = refused("multinode.py", tmp_path, 5, 1, "--batch-size", 1, WORLD_SIZE=2049)
+    assert line.startswith("one step takes 2049 x 1 samples and there are 2048")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_more_processes_than_accelerators(name, tmp_path):
+    """The count is planted: this is tested where there is no accelerator, too."""
+    one = "torch.accelerator.device_count = lambda: 1"
+    script = plant(name, tmp_path / "copy", before_main=one)
+    args = () if name == "multinode.py" else ("--nprocs", 2)
+    line = refused(name, script.parent, 5, 1, *args, script=script)
+    assert line == "2 processes here need 2 accelerators: there is 1"
+
+
+@pytest.mark.parametrize("args", ["0", "-1", "two"])
+def test_bad_nprocs(args, tmp_path):
+    line = refused("multigpu.py", tmp_path, 5, 1, "--nprocs", args)
+    assert line == f"argument --nprocs: '{args}' is not a whole number above 0"
+
+
+def test_multinode_without_torchrun_says_what_to_type(tmp_path):
+    line = refused("multinode.py", tmp_path, 5, 1, **dict.fromkeys(TORCHRUN))
+    assert line.endswith("torchrun --standalone --nproc-per-node=2 multinode.py 50 10")
+
+
+@pytest.mark.parametrize("name", list(TORCHRUN)[:3] + list(TORCHRUN)[4:])
+def test_half_set_torchrun_variables(name, tmp_path):
+    line = refused("multinode.py", tmp_path, 5, 1, **{name: None})
+    assert line.startswith(f"not set: {name}. torchrun sets them all: ")
+    if not name.startswith("MASTER"):
+        line = refused("multinode.py", tmp_path, 5, 1, **{name: "one"})
+        assert "is not a number" in line
+
+
+def test_under_torchrun_one_process_speaks_for_all(tmp_path):
+    done = run(launch(ROOT / "multinode.py", 5, 0), tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: argument save_every: '0' is not a whole") == 1
+    assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_help(name, tmp_path):
+    done = forked(ROOT / name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "total_epochs save_every" in " ".join(done.stdout.split())

@@ -1,0 +1,92 @@
+"""What each rank did, seen from inside: samples, order, threads, the way it ends."""
+
+import os
+
+import pytest
+import torch
+
+from tests.rungs import DISTRIBUTED, RUNGS
+
+CASES = [(name, nprocs) for name in DISTRIBUTED for nprocs in (2, 3)]
+cases = pytest.mark.parametrize(("name", "nprocs"), CASES)
+
+
+def steps(facts, epoch):
+    """The samples of each step of all ranks together, as sets."""
+    orders, size = [x["orders"][epoch] for x in facts], 66 // len(facts)
+    starts = range(0, len(orders[0]), size)
+    return [{i for order in orders for i in order[at : at + size]} for at in starts]
+
+
+@cases
+def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
+    """Also where neither batches nor ranks divide the number of samples."""
+    _, (alone,), _ = probes("single_gpu.py", 1)
+    _, facts, _ = probes(name, nprocs)
+    for epoch in (0, 1):
+        seen = [i for x in facts for i in x["orders"][epoch]]
+        assert len(seen) == len(set(seen)), "ranks share samples"
+        # A sampler may draw an index more than the loader uses up.
+        assert steps(facts, epoch)[:2] == steps([alone], epoch)[:2]
+        assert len(steps(facts, epoch)) == len(steps([alone], epoch))
+
+
+@cases
+def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
+    """2 or 3 ranks on 197 samples and 17 held out, as one process."""
+    alone, (facts,), _ = probes("single_gpu.py", 1)
+    several, ranks, _ = probes(name, nprocs)
+    torch.testing.assert_close(several, alone, rtol=0, atol=2e-6)
+    for rank in ranks:
+        torch.testing.assert_close(rank["weights"], facts["weights"], rtol=0, atol=1e-6)
+
+
+@cases
+def test_every_held_out_sample_counts_once(probes, name, nprocs):
+    _, facts, _ = probes(name, nprocs)
+    assert sorted(i for x in facts for i in x["evaluated"]) == list(range(17))
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_order_differs_by_epoch(probes, name):
+    _, facts, _ = probes(name, 2)
+    for rank in facts:
+        first, second = rank["orders"]
+        assert first != second
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_processes_share_the_cores(probes, name):
+    _, facts, _ = probes(name, 3)
+    cores = max(3, os.cpu_count())
+    assert sum(x["threads"] for x in facts) <= cores
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_no_wait_is_longer_than_five_minutes(probes, name):
+    _, facts, _ = probes(name, 2)
+    assert [x["timeout_s"] for x in facts] == [300, 300]
+
+
+@cases
+def test_no_gloo_thread_outlives_main(probes, name, nprocs):
+    """One that does may abort the process at exit, or hang it."""
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc, which only Linux has")
+    _, facts, _ = probes(name, nprocs)
+    assert [x["threads_left"] for x in facts] == [[]] * nprocs
+
+
+@cases
+def test_one_rank_writes(probes, name, nprocs):
+    _, facts, _ = probes(name, nprocs)
+    assert [x["writes"] for x in facts] == [2] + [0] * (nprocs - 1)
+
+
+@cases
+def test_one_rank_prints(probes, name, nprocs):
+    _, _, done = probes(name, nprocs)
+    assert done.stdout.count("effective batch 66") == 1
+    assert done.stdout.count("epoch 1/2 |") == 1
+    assert done.stdout.count("epoch 2/2 |") == 1
+    assert done.stdout.count("epoch 2 saved to snapshot.pt") == 1

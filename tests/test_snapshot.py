@@ -1,0 +1,77 @@
+"""A kill at any moment of a write leaves the old snapshot or the new one, whole."""
+
+import os
+import random
+import signal
+import time
+
+import torch
+
+import utils
+from tests.rungs import load
+
+
+def test_killed_while_writing(tmp_path):
+    """40 kills at random moments of an endless row of 8 MB writes."""
+    path = str(tmp_path / "snapshot.pt")
+    utils.save_atomically({"n": torch.zeros(2_000_000)}, path)
+    random.seed(0)
+    seen, interrupted = set(), 0
+    for _ in range(40):
+        first = int(load(path)["n"][0])
+        pid = os.fork()
+        if pid == 0:
+            for n in range(first + 1, 10**9):
+                utils.save_atomically({"n": torch.full((2_000_000,), float(n))}, path)
+        time.sleep(random.uniform(0.01, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        interrupted += os.path.exists(f"{path}.tmp")
+        values = load(path)["n"].unique().tolist()
+        assert len(values) == 1 and values[0] >= first
+        seen |= set(values)
+    assert interrupted > 10, "the kills must hit writes"
+    assert len(seen) > 10, "the writes must succeed in between"
+    utils.save_atomically({"n": torch.zeros(1)}, path)
+    assert os.listdir(tmp_path) == ["snapshot.pt"], "what a kill left is used up"
+
+
+def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
+    """The write ends with an error where no more than 64 KiB may be written."""
+    import resource
+
+    path = str(tmp_path / "snapshot.pt")
+    utils.save_atomically({"n": torch.ones(3)}, path)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        try:
+            utils.save_atomically({"n": torch.zeros(1_000_000)}, path)
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert load(path)["n"].tolist() == [1, 1, 1]
+
+
+def test_a_snapshot_survives_the_way_through_a_tensor():
+    snapshot = {"MODEL_STATE": {"w": torch.randn(3)}, "EPOCHS_RUN": 7}
+    back = utils.from_tensor(utils.to_tensor(snapshot))
+    assert back["EPOCHS_RUN"] == 7
+    assert torch.equal(back["MODEL_STATE"]["w"], snapshot["MODEL_STATE"]["w"])
+
+
+def test_the_data_is_what_it_says():
+    """20 features, 1 target, the same each time, and its noise floor is its floor."""
+    train, again = utils.MyTrainDataset(2048), utils.MyTrainDataset(2048)
+    held_out = utils.MyTrainDataset(2048, seed=1)
+    assert len(train) == 2048
+    assert [tuple(x.shape) for x in train[0]] == [(20,), (1,)]
+    source, targets = (torch.stack(x) for x in zip(*train, strict=True))
+    assert torch.equal(targets, torch.stack([x[1] for x in again]))
+    other_source, other = (torch.stack(x) for x in zip(*held_out, strict=True))
+    assert not torch.equal(source, other_source)
+    best = torch.linalg.lstsq(source, targets).solution  # no bias: none was put in
+    loss = (other_source @ best - other).square().mean().item()
+    assert abs(loss / train.noise_floor - 1) < 0.1

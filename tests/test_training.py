@@ -1,0 +1,201 @@
+"""Every rung learns, trains the model of the rung below, and resumes it bit for bit."""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+
+from tests.rungs import (
+    DISTRIBUTED,
+    EDGES,
+    IN_STEP_80,
+    ROOT,
+    RUNGS,
+    TIMEOUT_S,
+    clean_env,
+    commands,
+    finish,
+    forked,
+    load,
+    losses,
+    plant,
+    run,
+    same_bits,
+    start,
+    train,
+    weights,
+)
+
+SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_learns(name, tmp_path):
+    """The docstring's own command, as it stands, gets within 10 % of the floor."""
+    plant(name, tmp_path)
+    path = f"{os.path.dirname(os.sys.executable)}:{os.environ['PATH']}"
+    for words in commands(name):
+        done = run(words, tmp_path, PATH=path)
+        assert done.returncode == 0, done.stderr
+        curve = losses(done)
+        (floor,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
+        assert len(curve) == 50
+        assert curve[0][1] > 10 * float(floor)
+        assert 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
+        saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
+        assert saved == ["10", "20", "30", "40", "50"]
+        torch.manual_seed(0)
+        before = torch.nn.Linear(20, 1)
+        after = load(tmp_path / "snapshot.pt")["MODEL_STATE"]
+        assert not torch.isclose(before.weight, after["weight"]).any()
+
+
+SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
+
+
+@pytest.mark.parametrize(("parent", "child", "nprocs"), SAME)
+def test_same_training_as_its_parent(runs, parent, child, nprocs):
+    """One process with batch 64, 2 x 32, 4 x 16: the same losses, the same weights."""
+    folder, done = runs(child, nprocs)
+    parents_folder, parents_done = runs(parent)
+    torch.testing.assert_close(losses(done), losses(parents_done), rtol=1e-6, atol=2e-6)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, parents_folder))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_says_what_it_does(runs, name):
+    _, done = runs(name)
+    first, second, *_ = done.stdout.splitlines()
+    nprocs = 2 if name in DISTRIBUTED else 1
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    assert first == (
+        f"{nprocs} x {device}, batch {64 // nprocs} each: effective batch 64,"
+        " 32 steps per epoch, 2048 samples, 512 held out"
+    )
+    assert second == "starting from scratch: there is no snapshot.pt"
+    saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
+    assert saved == ["2", "4", "5"], "every second epoch, and the last one"
+    lines = re.findall(
+        r"^epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
+        r" \(noise floor 0\.010000\) \| [\d,]+ samples/s$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_snapshot_holds_plain_keys(runs, name):
+    snapshot = load(runs(name)[0] / "snapshot.pt")
+    assert list(snapshot) == ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
+    assert list(snapshot["MODEL_STATE"]) == ["weight", "bias"]
+    assert snapshot["EPOCHS_RUN"] == 5
+    assert len(snapshot["OPTIMIZER_STATE"]["state"]) == 2
+    assert os.listdir(runs(name)[0]) == ["snapshot.pt"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, name, tmp_path):
+    kill = IN_STEP_80.format("import os; os.kill(os.getpid(), 9)")
+    script = plant(name, tmp_path / "copy", before_main=kill)
+    nprocs = 2 if name in DISTRIBUTED else 1
+    args = (5, 2, "--batch-size", 64 // nprocs)
+    with pytest.raises(AssertionError, match="epoch 2 saved"):
+        train(script, *args, cwd=tmp_path)
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
+    done = train(ROOT / name, *args, cwd=tmp_path)
+    assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
+    assert [x for x in done.stdout.splitlines() if "epoch 3/5" in x]
+    assert "epoch 2/5" not in done.stdout
+    undisturbed = load(runs(name)[0] / "snapshot.pt")
+    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+
+
+def test_any_rung_continues_any_other(tmp_path):
+    """All six changes of rung in one training, and the world size changes with them."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    curve = losses(train(ROOT / SINGLE, 7, 7, "--batch-size", 64, cwd=whole))
+    chain = [(SINGLE, 1), (MULTINODE, 2), (MULTIGPU, 4), (SINGLE, 1)]
+    chain += [(MULTIGPU, 2), (MULTINODE, 2), (SINGLE, 1)]
+    pieces = []
+    for epoch, (name, nprocs) in enumerate(chain, start=1):
+        args = (epoch, 1, "--batch-size", 64 // nprocs)
+        pieces += losses(train(ROOT / name, *args, cwd=tmp_path, nprocs=nprocs))
+    torch.testing.assert_close(pieces, curve, rtol=1e-6, atol=2e-6)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (tmp_path, whole))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_finished_run_says_so(runs, copy_of, name):
+    path = copy_of(runs(name)[0])
+    before = path.read_bytes()
+    done = train(ROOT / name, 5, 1, cwd=path.parent)
+    assert "nothing to do: snapshot.pt has finished 5 of 5 epochs" in done.stdout
+    assert not losses(done)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("found", [("old", "new"), ("new", "none")])
+def test_the_newest_snapshot_reaches_every_rank(runs, tmp_path, found):
+    """Each rank has its own disk; after a restart the newest may be on any of them."""
+    new = load(runs(MULTINODE)[0] / "snapshot.pt")
+    zero = {name: torch.zeros_like(x) for name, x in new["MODEL_STATE"].items()}
+    old = new | {"MODEL_STATE": zero, "EPOCHS_RUN": 2}
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    for disk, what in zip(disks, found, strict=True):
+        disk.mkdir()
+        if what != "none":
+            torch.save({"old": old, "new": new}[what], disk / "snapshot.pt")
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
+    env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
+    command = [os.sys.executable, ROOT / MULTINODE, "6", "1"]
+    workers = [start(command, x, RANK=i, **env) for i, x in enumerate(disks)]
+    first, second = [finish(worker) for worker in workers]
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
+    # Only one process in the world writes.
+    assert not second.stdout
+    after = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
+    assert (other and other.st_mtime_ns) == (after and after.st_mtime_ns)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(runs(MULTINODE)[0] / "snapshot.pt", alone)
+    train(ROOT / SINGLE, 6, 1, "--batch-size", 64, cwd=alone)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (disks[0], alone))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_dropout_and_the_like_resume_too(tmp_path):
+    """Random numbers drawn while training follow from the epoch."""
+    linear = "torch.nn.Linear(20, 1)"
+    dropout = f"torch.nn.Sequential(torch.nn.Dropout(0.1), {linear})"
+    script = plant(SINGLE, tmp_path / "copy", (linear, dropout))
+    train(script, 2, 1, "--snapshot-path", "whole.pt", cwd=tmp_path)
+    train(script, 1, 1, cwd=tmp_path)
+    train(script, 2, 1, cwd=tmp_path)
+    assert same_bits(load(tmp_path / "snapshot.pt"), load(tmp_path / "whole.pt"))
+
+
+def test_two_runs_at_once_do_not_collide(tmp_path):
+    """Nor with a third that sits on the port that everybody copies."""
+    blocker = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    command = [os.sys.executable, ROOT / MULTIGPU, "1", "1", "--snapshot-path"]
+    env = {"MASTER_PORT": blocker.port, "MASTER_ADDR": "localhost"}
+    both = [start([*command, f"{i}.pt"], tmp_path, **env) for i in (0, 1)]
+    assert [finish(x, 2 * TIMEOUT_S).returncode for x in both] == [0, 0]
+    assert same_bits(load(tmp_path / "0.pt"), load(tmp_path / "1.pt"))
+
+
+def test_underscored_options_are_understood(tmp_path):
+    args = ("1", "1", "--batch_size", "64", "--snapshot_path", "other.pt")
+    done = forked(ROOT / SINGLE, *args, cwd=tmp_path)
+    assert "effective batch 64" in done.stdout
+    assert (tmp_path / "other.pt").exists()
+    assert clean_env(RANK=1)["RANK"] == "1"
