@@ -42,7 +42,7 @@ def test_learns(name, tmp_path):
         curve = losses(done)
         (floor,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
         assert len(curve) == 50
-        assert curve[0][1] > 10 * float(floor)
+        assert curve[0][0] > 10 * float(floor)
         assert 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
         saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
         assert saved == ["10", "20", "30", "40", "50"]
