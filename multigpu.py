@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported later, it would keep the group alive
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -18,7 +17,6 @@ import utils
 
 
 def ddp_setup(rank, world_size, port):
-    torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     store = dist.TCPStore("localhost", port)
     dist.init_process_group(
         store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
@@ -58,7 +56,7 @@ class Trainer:
             samples_per_s = samples / (time.perf_counter() - start)
             eval_loss, _ = self._evaluate()
             self.epochs_run = epoch + 1
-            if dist.get_rank() != 0:
+            if dist.get_rank() != 0:  # one rank prints and saves
                 continue
             utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
@@ -67,7 +65,7 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
         loss_sum, samples = torch.zeros((), device=self.device), 0
         for source, targets in self.train_data:
@@ -142,7 +140,7 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 
 def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.get_device(rank)
+    device = utils.get_device(rank, world_size)
     ddp_setup(rank, world_size, port)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
@@ -169,5 +167,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     world_size = args.nprocs or torch.accelerator.device_count() or 2
     utils.check_run(args, *load_train_objs(), world_size=world_size)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True)  # 0: any free port
     torch.multiprocessing.spawn(main, (world_size, store.port, args), nprocs=world_size)

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported later, it would keep the group alive
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, DistributedSampler
@@ -55,7 +54,7 @@ class Trainer:
             samples_per_s = samples / (time.perf_counter() - start)
             eval_loss, _ = self._evaluate()
             self.epochs_run = epoch + 1
-            if dist.get_rank() != 0:
+            if dist.get_rank() != 0:  # one rank prints and saves
                 continue
             utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
@@ -64,7 +63,7 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
         loss_sum, samples = torch.zeros((), device=self.device), 0
         for source, targets in self.train_data:
@@ -111,11 +110,12 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         data = utils.to_tensor(snapshot).to(self.device)
-        found = torch.zeros(dist.get_world_size(), 2, dtype=int, device=self.device)
-        found[dist.get_rank()] = torch.tensor([snapshot["EPOCHS_RUN"], len(data)])
-        dist.all_reduce(found)
-        newest = int(found[:, 0].argmax())  # disks may differ, ranks may have moved
-        dist.broadcast(data.resize_(found[newest, 1].item()), src=newest)
+        mine = torch.tensor([snapshot["EPOCHS_RUN"], len(data)], device=self.device)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        newest = int(torch.stack(found)[:, 0].argmax())  # disks may differ
+        data.resize_(int(found[newest][1]))
+        dist.broadcast(data, src=newest)
         snapshot = utils.from_tensor(data)
         if snapshot["EPOCHS_RUN"] == 0:
             return
@@ -144,7 +144,7 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
     )
 
 
-@record
+@record  # or torchrun could not show the traceback
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()

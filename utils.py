@@ -11,6 +11,11 @@ import tempfile
 import time
 
 import torch
+
+# A gloo thread that outlives the training can abort or hang the process at exit. This
+# module keeps the process group alive if it is imported, as DDP does, after the group
+# is made (https://github.com/pytorch/pytorch/issues/190489): so it is imported before.
+import torch.distributed.nn.functional
 from torch.utils.data import Dataset
 
 
@@ -103,7 +108,10 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
     After `args` comes what `load_train_objs` returns; the rest of it is not looked at.
     """
     devices = torch.accelerator.device_count()
-    nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    # Of one machine's processes, torchrun says how many there are; others at least
+    # which this one is. If neither is said, all processes are on this machine.
+    nprocs = int(os.environ.get("LOCAL_RANK", world_size - 1)) + 1
+    nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", nprocs))
     if nprocs > devices > 0:
         fail(f"{nprocs} processes here need {nprocs} accelerators: there is {devices}")
     if world_size * args.batch_size > len(train_set):
@@ -133,9 +141,13 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
         fail(f"{args.snapshot_path} belongs to another model: {cure}")
 
 
-def get_device(local_rank=0):
-    """The accelerator of this process, made its current one, or the CPU if none is."""
+def get_device(local_rank=0, nprocs=1):
+    """The accelerator of this process, made its current one, or its share of the CPU.
+
+    `nprocs` processes share out the CPU's threads; torchrun has done so already.
+    """
     if not torch.accelerator.is_available():
+        torch.set_num_threads(max(1, torch.get_num_threads() // nprocs))
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(torch.accelerator.current_accelerator().type, local_rank)
@@ -166,7 +178,8 @@ def to_tensor(snapshot):
     """`snapshot` as bytes in a uint8 tensor of shape (n,), ready to be broadcast."""
     file = io.BytesIO()
     torch.save(snapshot, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    # A clone owns its memory: a tensor that shares a buffer's could not be resized.
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
 
 
 def from_tensor(data):

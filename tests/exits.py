@@ -4,7 +4,7 @@
 
 Runs multigpu.py and multinode.py again and again, several at once so that each disturbs
 the others, and counts exit statuses and processes that hang. Exit status 1 unless all
-end with 0. (A gloo thread that outlives the model aborts or hangs about one run in ten.)
+end with 0. (A gloo thread that outlives the model may abort or hang a run.)
 """
 
 import argparse

@@ -4,8 +4,9 @@
 
 Takes each statement that a rung's diff adds back out again, one at a time, runs the
 tests on what is left, and prints which of them misses it. A statement that replaces one
-of the parent's becomes that one again; an `if` goes with its body, and also alone. Exit
-status 1 if there is a statement that no test misses.
+of the parent's becomes that one again; an `if` goes with its body, and also alone; a
+function goes whole, and statement by statement. Tests marked `text` do not count: they
+compare files, and so would miss any line. Exit status 1 if no test misses a statement.
 """
 
 import argparse
@@ -76,9 +77,6 @@ def mutations(parent, child):
         lines = range(node.lineno, node.end_lineno + 1)
         if not all(line in replaced or not new[line - 1].strip() for line in lines):
             continue
-        if isinstance(node, ast.FunctionDef):
-            covered.add(node.lineno)  # its body is taken apart
-            continue
         take_out(lines[0], lines[-1])
         covered |= set(lines)
         if isinstance(node, ast.If):
@@ -86,16 +84,14 @@ def mutations(parent, child):
             indent = re.match(" *", new[node.lineno - 1])[0]
             body = textwrap.indent(textwrap.dedent("\n".join(body)), indent)
             without(lines[0], lines[-1], body.splitlines())
-    for line in sorted(
-        set(replaced) - covered
-    ):  # part of a statement, such as a header
+    for line in sorted(set(replaced) - covered):  # a header or the like
         take_out(line, line)
     cases = [(line, what, text) for text, (line, what) in found.items()]
     return sorted(cases, key=lambda case: case[:2])
 
 
 def test_files(root):
-    """The test files, the quickest to fail first; the test of this file left to itself."""
+    """The test files, the quickest to fail first, without the test of this file."""
     files = {x.stem.removeprefix("test_"): x for x in root.glob("tests/test_*.py")}
     files.pop("lines")
     return [files[x] for x in FIRST] + [files[x] for x in sorted({*files} - {*FIRST})]
@@ -119,7 +115,15 @@ def start_tests(root, child, log, files):
         sys.path.insert(0, str(root))
         import pytest
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={root}/.basetemp"]
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "not text",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={root}/.basetemp",
+        ]
         files = [str(x.relative_to(root)) for x in files]
         # First the tests that name this rung, then all the others.
         for which in (stem, f"not {stem}"):
@@ -184,9 +188,7 @@ def main(edges, jobs, only=None, names=None, root=ROOT):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("edge", nargs="*", metavar="PARENT CHILD")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="tree copies tested at once"
-    )
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tested at once")
     parser.add_argument("--only", help="only statements with this text in them")
     parser.add_argument("--tests", nargs="*", help="only these, such as test_diff")
     parser.add_argument("--root", type=Path, default=ROOT)

@@ -254,6 +254,13 @@ class Indexed(torch.utils.data.Dataset):
         self.seen.append(index)
         return self.data[index]
 
+_get_device = utils.get_device
+def _noted(local_rank=0, *rest):
+    global asked
+    asked = local_rank
+    return _get_device(local_rank, *rest)
+utils.get_device = _noted
+
 def _rank():
     dist = torch.distributed
     return dist.get_rank() if dist.is_initialized() else 0
@@ -261,7 +268,7 @@ def _rank():
 def _timeout():
     dist = torch.distributed
     if not dist.is_initialized(): return None
-    backend = dist.group.WORLD._get_backend(utils.get_device(_rank()))
+    backend = dist.group.WORLD._get_backend(_get_device(_rank()))
     return backend.options._timeout.total_seconds()
 
 class Trainer(Trainer):
@@ -269,12 +276,13 @@ class Trainer(Trainer):
         global facts
         facts = {"rank": _rank(), "orders": [], "evaluated": [], "weights": [],
                  "threads": torch.get_num_threads(), "timeout_s": _timeout(),
-                 "writes": 0}
+                 "writes": 0, "local_rank": asked, "random": []}
         super().train(total_epochs)
     def _run_epoch(self, epoch):
         self.train_data.dataset.seen.clear()
         result = super()._run_epoch(epoch)
         facts["orders"].append(list(self.train_data.dataset.seen))
+        facts["random"].append(torch.rand(1).item())
         flat = [p.detach().flatten() for p in self.model.parameters()]
         facts["weights"] = torch.cat(flat).tolist()
         return result

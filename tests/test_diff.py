@@ -38,12 +38,14 @@ def test_the_root_holds_three_scripts():
     assert sorted(x.name for x in ROOT.glob("*.py")) == [*trunk, "utils.py"]
 
 
+@pytest.mark.text
 @pytest.mark.parametrize(("parent", "child"), ALL)
 def test_budget(parent, child):
     lines = changed_lines(parent, child)
     assert len(lines) <= BUDGETS.get((parent, child), 40), "\n".join(lines)
 
 
+@pytest.mark.text
 @pytest.mark.parametrize(("parent", "child"), ALL)
 def test_no_noise(parent, child):
     """No line only moved or reformatted, and no comment that goes without its line."""

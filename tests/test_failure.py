@@ -44,7 +44,7 @@ def test_multigpu_names_the_rank_that_was_killed(tmp_path):
 
 
 @linux
-def test_torchrun_shows_the_traceback_of_the_rank_that_failed_first(tmp_path):
+def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     script = plant(
         "multinode.py",
         tmp_path,
@@ -81,7 +81,7 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 
 
 @linux
-def test_a_rank_that_dies_at_once_does_not_leave_the_others_waiting(tmp_path):
+def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
     change = ("def main(", "def _main(")
     block = "def main(rank, *args):\n    assert rank != 1\n    _main(rank, *args)\n"
     script = plant("multigpu.py", tmp_path, change, before_main=block)

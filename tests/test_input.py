@@ -116,6 +116,9 @@ def test_more_processes_than_accelerators(name, tmp_path):
     args = () if name == "multinode.py" else ("--nprocs", 2)
     line = refused(name, script.parent, 5, 1, *args, script=script)
     assert line == "2 processes here need 2 accelerators: there is 1"
+    if name == "multinode.py":  # started without torchrun, on two machines of one each
+        env = {"LOCAL_WORLD_SIZE": None, "RANK": 1, "LOCAL_RANK": 1}
+        assert line == refused(name, script.parent, 5, 1, script=script, **env)
 
 
 @pytest.mark.parametrize("args", ["0", "-1", "two"])

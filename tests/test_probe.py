@@ -55,6 +55,20 @@ def test_order_differs_by_epoch(probes, name):
         assert first != second
 
 
+@cases
+def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
+    """Dropout masks and the like, and those of rung 0 where there is one rank."""
+    _, facts, _ = probes(name, nprocs)
+    drawn = [x for rank in facts for x in rank["random"]]
+    assert len(set(drawn)) == 2 * nprocs
+
+
+@cases
+def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
+    _, facts, _ = probes(name, nprocs)
+    assert [x["local_rank"] for x in facts] == list(range(nprocs))
+
+
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_processes_share_the_cores(probes, name):
     _, facts, _ = probes(name, 3)

@@ -14,7 +14,6 @@ from tests.rungs import (
     ROOT,
     RUNGS,
     TIMEOUT_S,
-    clean_env,
     commands,
     finish,
     forked,
@@ -155,11 +154,17 @@ def test_the_newest_snapshot_reaches_every_rank(runs, tmp_path, found):
     env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
     env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
-    command = [os.sys.executable, ROOT / MULTINODE, "6", "1"]
+    # Machines with one process each: the device goes by the local rank, which is 0.
+    note = "_get = utils.get_device\ndef noted(local_rank, *rest):\n"
+    note += "    open('device', 'w').write(str(local_rank))\n"
+    note += "    return _get(local_rank, *rest)\nutils.get_device = noted"
+    script = plant(MULTINODE, tmp_path / "copy", before_main=note)
+    command = [os.sys.executable, script, "6", "1"]
     workers = [start(command, x, RANK=i, **env) for i, x in enumerate(disks)]
     first, second = [finish(worker) for worker in workers]
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
+    assert [(x / "device").read_text() for x in disks] == ["0", "0"]
     # Only one process in the world writes.
     assert not second.stdout
     after = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
@@ -183,7 +188,7 @@ def test_dropout_and_the_like_resume_too(tmp_path):
     assert same_bits(load(tmp_path / "snapshot.pt"), load(tmp_path / "whole.pt"))
 
 
-def test_two_runs_at_once_do_not_collide(tmp_path):
+def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     """Nor with a third that sits on the port that everybody copies."""
     blocker = torch.distributed.TCPStore("localhost", 0, is_master=True)
     command = [os.sys.executable, ROOT / MULTIGPU, "1", "1", "--snapshot-path"]
@@ -198,4 +203,3 @@ def test_underscored_options_are_understood(tmp_path):
     done = forked(ROOT / SINGLE, *args, cwd=tmp_path)
     assert "effective batch 64" in done.stdout
     assert (tmp_path / "other.pt").exists()
-    assert clean_env(RANK=1)["RANK"] == "1"
