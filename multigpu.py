@@ -3,6 +3,7 @@
 python multigpu.py 50 10
 """
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Trainer:
         self,
         model: torch.nn.Module,
         loss_fn: Callable,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
@@ -39,7 +40,7 @@ class Trainer:
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn
-        self.optimizer = optimizer
+        self.optimizer = make_optimizer(self.model.parameters())
         self.train_data = train_data
         self.eval_data = eval_data
         self.save_every = save_every
@@ -119,13 +120,13 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, F.mse_loss, optimizer
+    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, F.mse_loss, make_optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
@@ -139,7 +140,7 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 
 
 def main(rank, world_size, port, args):
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
     device = utils.get_device(rank, world_size)
     ddp_setup(rank, world_size, port)
     # Whole batches only, so that every step averages over equally many samples.
@@ -150,7 +151,7 @@ def main(rank, world_size, port, args):
     Trainer(
         model,
         loss_fn,
-        optimizer,
+        make_optimizer,
         train_data,
         eval_data,
         device,

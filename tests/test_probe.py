@@ -36,7 +36,7 @@ def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
     """2 or 3 ranks on 197 samples and 17 held out, as one process."""
     alone, (facts,), _ = probes("single_gpu.py", 1)
     several, ranks, _ = probes(name, nprocs)
-    torch.testing.assert_close(several, alone, rtol=0, atol=2e-6)
+    torch.testing.assert_close(several, alone, rtol=1e-6, atol=2e-6)
     for rank in ranks:
         torch.testing.assert_close(rank["weights"], facts["weights"], rtol=0, atol=1e-6)
 
