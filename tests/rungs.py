@@ -230,6 +230,17 @@ def same_bits(one, other):
     return one == other
 
 
+def shape_of(snapshot):
+    """Keys, types and shapes of all that is in a snapshot, without the values."""
+    if isinstance(snapshot, torch.Tensor):
+        return snapshot.dtype, snapshot.shape
+    if isinstance(snapshot, dict):
+        return {key: shape_of(value) for key, value in snapshot.items()}
+    if isinstance(snapshot, list):
+        return [shape_of(value) for value in snapshot]
+    return type(snapshot)
+
+
 # Put into a copy of a rung, it does something in one step of the third epoch of five.
 IN_STEP_80 = """
 class Trainer(Trainer):

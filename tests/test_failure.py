@@ -30,20 +30,6 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 
 
 @linux
-def test_multigpu_names_the_rank_that_was_killed(tmp_path):
-    script = plant(
-        "multigpu.py",
-        tmp_path,
-        before_main=IN_STEP_80.format("import os; os.kill(os.getpid(), 9)"),
-    )
-    mark = uuid.uuid4().hex
-    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
-    assert done.returncode == 1
-    assert "process 1 terminated with signal SIGKILL" in done.stderr
-    assert not left_over(mark)
-
-
-@linux
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     script = plant(
         "multinode.py",
