@@ -7,7 +7,7 @@ import torch
 
 from tests.rungs import DISTRIBUTED, RUNGS
 
-CASES = [(name, 3) for name in DISTRIBUTED] + [("multigpu.py", 2)]
+CASES = [(name, 2) for name in DISTRIBUTED] + [("multigpu.py", 3)]
 cases = pytest.mark.parametrize(("name", "nprocs"), CASES)
 
 
@@ -49,7 +49,7 @@ def test_every_held_out_sample_counts_once(probes, name, nprocs):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_order_differs_by_epoch(probes, name):
-    _, facts, _ = probes(name, 3)
+    _, facts, _ = probes(name, 2)
     for rank in facts:
         first, second = rank["orders"]
         assert first != second
@@ -71,15 +71,15 @@ def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_processes_share_the_cores(probes, name):
-    _, facts, _ = probes(name, 3)
-    cores = max(3, os.cpu_count())
+    _, facts, _ = probes(name, 2)
+    cores = max(2, os.cpu_count())
     assert sum(x["threads"] for x in facts) <= cores
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_no_wait_is_longer_than_five_minutes(probes, name):
-    _, facts, _ = probes(name, 3)
-    assert [x["timeout_s"] for x in facts] == [300] * 3
+    _, facts, _ = probes(name, 2)
+    assert [x["timeout_s"] for x in facts] == [300, 300]
 
 
 @cases
