@@ -1,5 +1,6 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
+import os
 import shutil
 import warnings
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  optimizers import it: once here, not in each fork
 
+# All tests run on the CPU, also where there are GPUs, but for those of test_gpu.py.
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 torch.set_num_threads(1)  # this process forks: no thread pool may exist in it
 

@@ -7,8 +7,7 @@ import torch
 
 from tests.rungs import DISTRIBUTED, RUNGS
 
-CASES = [(name, 2) for name in DISTRIBUTED] + [("multigpu.py", 3)]
-cases = pytest.mark.parametrize(("name", "nprocs"), CASES)
+two_ranks = pytest.mark.parametrize(("name", "nprocs"), [(x, 2) for x in DISTRIBUTED])
 
 
 def steps(facts, epoch):
@@ -18,7 +17,7 @@ def steps(facts, epoch):
     return [{i for order in orders for i in order[at : at + size]} for at in starts]
 
 
-@cases
+@two_ranks
 def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
     """Also where neither batches nor ranks divide the number of samples."""
     _, (alone,), _ = probes("single_gpu.py", 1)
@@ -31,9 +30,9 @@ def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
         assert len(steps(facts, epoch)) == len(steps([alone], epoch))
 
 
-@cases
+@two_ranks
 def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
-    """2 or 3 ranks on 197 samples and 17 held out, as one process."""
+    """On 197 samples and 17 held out."""
     alone, (facts,), _ = probes("single_gpu.py", 1)
     several, ranks, _ = probes(name, nprocs)
     torch.testing.assert_close(several, alone, rtol=1e-6, atol=2e-6)
@@ -41,7 +40,7 @@ def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
         torch.testing.assert_close(rank["weights"], facts["weights"], rtol=0, atol=1e-6)
 
 
-@cases
+@two_ranks
 def test_every_held_out_sample_counts_once(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
     assert sorted(i for x in facts for i in x["evaluated"]) == list(range(17))
@@ -55,7 +54,7 @@ def test_order_differs_by_epoch(probes, name):
         assert first != second
 
 
-@cases
+@two_ranks
 def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
     """Dropout masks and the like, and those of rung 0 where there is one rank."""
     _, facts, _ = probes(name, nprocs)
@@ -63,7 +62,7 @@ def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
     assert len(set(drawn)) == 2 * nprocs
 
 
-@cases
+@two_ranks
 def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
     assert [x["local_rank"] for x in facts] == list(range(nprocs))
@@ -82,7 +81,7 @@ def test_no_wait_is_longer_than_five_minutes(probes, name):
     assert [x["timeout_s"] for x in facts] == [300, 300]
 
 
-@cases
+@two_ranks
 def test_no_gloo_thread_outlives_main(probes, name, nprocs):
     """One that does may abort the process at exit, or hang it."""
     if not os.path.isdir("/proc/self/task"):
@@ -91,16 +90,32 @@ def test_no_gloo_thread_outlives_main(probes, name, nprocs):
     assert [x["threads_left"] for x in facts] == [[]] * nprocs
 
 
-@cases
+@two_ranks
 def test_one_rank_writes(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
     assert [x["writes"] for x in facts] == [2] + [0] * (nprocs - 1)
 
 
-@cases
+@two_ranks
 def test_one_rank_prints(probes, name, nprocs):
     _, _, done = probes(name, nprocs)
     assert done.stdout.count("effective batch 66") == 1
     assert done.stdout.count("epoch 1/2 |") == 1
     assert done.stdout.count("epoch 2/2 |") == 1
     assert done.stdout.count("epoch 2 saved to snapshot.pt") == 1
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_every_step_has_the_samples_of_one_process,
+        test_same_losses_and_weights_as_one_process,
+        test_every_held_out_sample_counts_once,
+        test_no_gloo_thread_outlives_main,
+        test_one_rank_writes,
+        test_one_rank_prints,
+    ],
+)
+def test_multigpu_with_three_ranks(probes, test):
+    """197 samples by 3 ranks and 17 held out: nothing divides evenly."""
+    test(probes, "multigpu.py", 3)
