@@ -6,8 +6,9 @@ Takes each statement that a rung's diff adds back out again, one at a time, runs
 tests on what is left, and prints which of them misses it. A statement that replaces one
 of the parent's becomes that one again; an `if` goes with its body, and also alone; a
 function goes whole, and statement by statement. Tests marked `text` do not count: they
-compare files, and so would miss any line. Run pytest first: that a test misses a line
-says something only if it passes with the line. Exit status 1 if no test misses a statement.
+compare files, and so would miss any line. Exit status 1 if no test misses a statement.
+
+Run pytest first: a test that misses a line says something only if it passes with it.
 """
 
 import argparse
