@@ -27,7 +27,7 @@ from pathlib import Path
 from tests.rungs import EDGES, ROOT
 
 # The quickest to miss a line first. What is not named here comes last.
-FIRST = ["diff", "probe", "failure", "input", "snapshot"]
+FIRST = ["diff", "probe", "input", "failure", "snapshot"]
 
 
 def nearest(text, candidates):

@@ -1,14 +1,17 @@
-"""A kill at any moment of a write leaves the old snapshot or the new one, whole."""
+"""Snapshots: which one a run resumes from, and that a kill never leaves half of one."""
 
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 
+import pytest
 import torch
 
 import utils
-from tests.rungs import load
+from tests.rungs import ROOT, finish, load, plant, start, train, weights
 
 
 def test_killed_while_writing(tmp_path):
@@ -75,3 +78,41 @@ def test_the_data_is_what_it_says():
     best = torch.linalg.lstsq(source, targets).solution  # no bias: none was put in
     loss = (other_source @ best - other).square().mean().item()
     assert abs(loss / train.noise_floor - 1) < 0.1
+
+
+@pytest.mark.parametrize("found", [("old", "new"), ("new", "none")])
+def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found):
+    """Each rank has its own disk; after a restart the newest may be on any of them."""
+    new = load(runs("multinode.py")[0] / "snapshot.pt")
+    zero = {name: torch.zeros_like(x) for name, x in new["MODEL_STATE"].items()}
+    old = new | {"MODEL_STATE": zero, "EPOCHS_RUN": 2}
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    for disk, what in zip(disks, found, strict=True):
+        disk.mkdir()
+        if what != "none":
+            torch.save({"old": old, "new": new}[what], disk / "snapshot.pt")
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
+    env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
+    # Machines with one process each: the device goes by the local rank, which is 0.
+    note = "_get = utils.get_device\ndef noted(local_rank, *rest):\n"
+    note += "    open('device', 'w').write(str(local_rank))\n"
+    note += "    return _get(local_rank, *rest)\nutils.get_device = noted"
+    script = plant("multinode.py", tmp_path / "copy", before_main=note)
+    command = [sys.executable, script, "6", "1"]
+    workers = [start(command, x, RANK=i, **env) for i, x in enumerate(disks)]
+    first, second = [finish(worker) for worker in workers]
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
+    assert [(x / "device").read_text() for x in disks] == ["0", "0"]
+    # Only one process in the world writes.
+    assert not second.stdout
+    after = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
+    assert (other and other.st_mtime_ns) == (after and after.st_mtime_ns)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(runs("multinode.py")[0] / "snapshot.pt", alone)
+    train(ROOT / "single_gpu.py", 6, 1, "--batch-size", 64, cwd=alone)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (disks[0], alone))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)

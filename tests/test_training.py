@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import uuid
 
 import pytest
@@ -151,44 +150,6 @@ def test_a_finished_run_says_so(runs, copy_of, name):
     assert "nothing to do: snapshot.pt has finished 5 of 5 epochs" in done.stdout
     assert not losses(done)
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("found", [("old", "new"), ("new", "none")])
-def test_the_newest_snapshot_reaches_every_rank(runs, tmp_path, found):
-    """Each rank has its own disk; after a restart the newest may be on any of them."""
-    new = load(runs(MULTINODE)[0] / "snapshot.pt")
-    zero = {name: torch.zeros_like(x) for name, x in new["MODEL_STATE"].items()}
-    old = new | {"MODEL_STATE": zero, "EPOCHS_RUN": 2}
-    disks = [tmp_path / "disk0", tmp_path / "disk1"]
-    for disk, what in zip(disks, found, strict=True):
-        disk.mkdir()
-        if what != "none":
-            torch.save({"old": old, "new": new}[what], disk / "snapshot.pt")
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
-    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
-    env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
-    # Machines with one process each: the device goes by the local rank, which is 0.
-    note = "_get = utils.get_device\ndef noted(local_rank, *rest):\n"
-    note += "    open('device', 'w').write(str(local_rank))\n"
-    note += "    return _get(local_rank, *rest)\nutils.get_device = noted"
-    script = plant(MULTINODE, tmp_path / "copy", before_main=note)
-    command = [os.sys.executable, script, "6", "1"]
-    workers = [start(command, x, RANK=i, **env) for i, x in enumerate(disks)]
-    first, second = [finish(worker) for worker in workers]
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
-    assert [(x / "device").read_text() for x in disks] == ["0", "0"]
-    # Only one process in the world writes.
-    assert not second.stdout
-    after = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
-    assert (other and other.st_mtime_ns) == (after and after.st_mtime_ns)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(runs(MULTINODE)[0] / "snapshot.pt", alone)
-    train(ROOT / SINGLE, 6, 1, "--batch-size", 64, cwd=alone)
-    mine, theirs = (weights(x / "snapshot.pt") for x in (disks[0], alone))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_dropout_and_the_like_resume_too(tmp_path):
