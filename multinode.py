@@ -70,7 +70,8 @@ class Trainer:
         for source, targets in self.train_data:
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            loss_sum += self._run_batch(source, targets) * len(source)
+            loss = self._run_batch(source, targets)
+            loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
         return self._mean(loss_sum, samples)
 
@@ -89,7 +90,8 @@ class Trainer:
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            loss_sum += self.loss_fn(self.model(source), targets) * len(source)
+            loss = self.loss_fn(self.model(source), targets)
+            loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
         return self._mean(loss_sum, samples)
 
