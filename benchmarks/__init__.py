@@ -1,0 +1,1 @@
+"""How fast this repository is beside other ways to train the same model."""

@@ -1,0 +1,27 @@
+"""What both benchmarks print first: what ran, and where."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+
+
+def print_setting(*packages):
+    """The command, the machine, the versions of Python and of `packages`."""
+    module = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+    command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
+    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    print(f"command   {shlex.join(command)}")
+    print(f"machine   {cpu_model()}, {os.cpu_count()} cores, {platform.system()}")
+    print(f"versions  python {platform.python_version()}, {', '.join(found)}")
+
+
+def cpu_model():
+    """The name of the processor, as far as this system tells it."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
