@@ -35,7 +35,7 @@ ARGUMENTS = {
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {x.name: x.read_bytes() for x in folder.iterdir() if x.is_file()}
 
 
 def refused(name, folder, *args, script=None, **env):
@@ -97,7 +97,7 @@ def test_snapshot_of_another_model(name, runs, copy_of):
 def test_no_held_out_sample(name, tmp_path):
     change = ("MyTrainDataset(512, seed=1)", "MyTrainDataset(0, seed=1)")
     script = plant(name, tmp_path / "copy", change)
-    assert refused(name, script.parent, 5, 1, script=script)
+    assert refused(name, tmp_path, 5, 1, script=script)
 
 
 def test_more_processes_than_samples(tmp_path):
@@ -114,11 +114,11 @@ def test_more_processes_than_accelerators(name, tmp_path):
     one = "torch.accelerator.device_count = lambda: 1"
     script = plant(name, tmp_path / "copy", before_main=one)
     args = () if name == "multinode.py" else ("--nprocs", 2)
-    line = refused(name, script.parent, 5, 1, *args, script=script)
+    line = refused(name, tmp_path, 5, 1, *args, script=script)
     assert line == "2 processes here need 2 accelerators: there is 1"
     if name == "multinode.py":  # started without torchrun, on two machines of one each
         env = {"LOCAL_WORLD_SIZE": None, "RANK": 1, "LOCAL_RANK": 1}
-        assert line == refused(name, script.parent, 5, 1, script=script, **env)
+        assert line == refused(name, tmp_path, 5, 1, script=script, **env)
 
 
 @pytest.mark.parametrize("args", ["0", "-1", "two"])
