@@ -166,7 +166,7 @@ def main(rank, world_size, port, args):
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    parser.add_argument("--nprocs", type=utils.positive_int)
+    parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
     args = parser.parse_args()
     world_size = args.nprocs or torch.accelerator.device_count() or 2
     utils.check_run(args, *load_train_objs(), world_size=world_size)
