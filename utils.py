@@ -4,10 +4,10 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 """
 
 import argparse
+import contextlib
 import io
 import os
 import sys
-import tempfile
 import time
 
 import torch
@@ -121,20 +121,26 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
         )
     if len(eval_set) == 0:
         fail("there is no held-out sample")
-    folder = os.path.dirname(args.snapshot_path) or "."
+    path = os.path.realpath(args.snapshot_path)
+    if not args.snapshot_path or (os.path.exists(path) and not os.path.isfile(path)):
+        fail(f"cannot write {args.snapshot_path!r}: that is no file")
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        left_by_a_kill = os.path.exists(f"{path}.tmp")
+        open(f"{path}.tmp", "ab").close()
     except OSError as error:
-        fail(f"cannot write {args.snapshot_path}: {folder}: {error.strerror}")
-    if os.path.isdir(args.snapshot_path):
-        fail(f"cannot write {args.snapshot_path}: it is a folder")
+        fail(f"cannot write {args.snapshot_path}.tmp: {error.strerror}")
+    if not left_by_a_kill:
+        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            os.remove(f"{path}.tmp")
+    if not os.path.exists(path):
+        return
     cure = "delete it or choose another --snapshot-path"
     try:
-        snapshot = read_snapshot(args.snapshot_path)
-        if snapshot["EPOCHS_RUN"] == 0:
-            return
+        snapshot = read_snapshot(path)
         saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
-        snapshot["OPTIMIZER_STATE"]["state"]
+        snapshot["OPTIMIZER_STATE"]["param_groups"]
+        if not snapshot["EPOCHS_RUN"] > 0:
+            raise ValueError
     except Exception:  # unreadable in one way or another: the cure is the same
         fail(f"{args.snapshot_path} is cut short or is no snapshot: {cure}")
     if saved != {name: value.shape for name, value in model.state_dict().items()}:
@@ -157,8 +163,9 @@ def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old file or the new one, whole.
 
     Beside, flushed to the disk, renamed into place: `os.replace` is atomic. A kill may
-    leave `path`.tmp behind; the next save uses it up.
+    leave `path`.tmp behind; the next save uses it up. Two runs need two paths.
     """
+    path = os.path.realpath(path)  # a link to the file stays a link
     beside = f"{path}.tmp"
     with open(beside, "wb") as file:
         torch.save(snapshot, file)

@@ -2,12 +2,23 @@
 
 import os
 import signal
+import threading
 import time
 import uuid
 
 import pytest
 
-from tests.rungs import IN_STEP_80, ROOT, finish, launch, left_over, plant, run, start
+from tests.rungs import (
+    IN_STEP_80,
+    ROOT,
+    TIMEOUT_S,
+    finish,
+    launch,
+    left_over,
+    plant,
+    run,
+    start,
+)
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
@@ -51,9 +62,10 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     """Ctrl-C reaches the whole group; SIGKILL reaches the first process alone."""
     mark = uuid.uuid4().hex
     process = start(launch(ROOT / "multigpu.py", 10**6, 10**6), tmp_path, MARK=mark)
-    for line in process.stdout:
-        if "epoch 2/" in line:
-            break
+    timer = threading.Timer(TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    assert any("epoch 2/" in line for line in process.stdout), "it must be training"
+    timer.cancel()
     if number == signal.SIGINT:
         os.killpg(process.pid, number)
     else:

@@ -28,9 +28,12 @@ ARGUMENTS = {
     "5 1 --batch-size ten": "argument --batch-size/--batch_size: 'ten' is not a whole",
     "5 1 --batch-size 4096": "samples and there are 2048: lower --batch-size",
     "5 1 --speed 2": "unrecognized arguments: --speed 2",
-    "5 1 --snapshot-path no/s.pt": "cannot write no/s.pt: no: No such file or dir",
-    "5 1 --snapshot-path /proc/s.pt": "cannot write /proc/s.pt: /proc: ",
-    "5 1 --snapshot-path .": "cannot write .: it is a folder",
+    "5 1 --snapshot-path no/s.pt": "cannot write no/s.pt.tmp: No such file or dir",
+    "5 1 --snapshot-path /proc/s.pt": "cannot write /proc/s.pt.tmp: ",
+    "5 1 --snapshot-path .": "cannot write '.': that is no file",
+    "5 1 --snapshot-path /dev/null": "cannot write '/dev/null': that is no file",
+    "5 1 --snapshot-path=": "cannot write '': that is no file",
+    f"5 1 --snapshot-path {'x' * 300}": ".tmp: File name too long",
 }
 
 
@@ -62,7 +65,9 @@ def test_bad_argument(name, args, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.parametrize("kind", ["cut", "empty", "text", "pickle", "tensor", "keys"])
+@pytest.mark.parametrize(
+    "kind", ["cut", "empty", "text", "pickle", "tensor", "keys", "epochs"]
+)
 def test_not_a_snapshot(name, kind, runs, copy_of):
     path = copy_of(runs("single_gpu.py")[0])
     whole = path.read_bytes()
@@ -79,6 +84,8 @@ def test_not_a_snapshot(name, kind, runs, copy_of):
             torch.save(torch.zeros(3), path)
         case "keys":
             torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, path)
+        case "epochs":
+            torch.save(load(path) | {"EPOCHS_RUN": -3}, path)
     line = refused(name, path.parent, 9, 1)
     assert line.startswith("snapshot.pt is cut short or is no snapshot: delete it")
 

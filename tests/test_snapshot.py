@@ -19,24 +19,33 @@ def test_killed_while_writing(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     utils.save_atomically({"n": torch.zeros(2_000_000)}, path)
     random.seed(0)
-    seen, interrupted = set(), 0
+    interrupted = 0
     for _ in range(40):
         first = int(load(path)["n"][0])
+        before = os.stat(path).st_mtime_ns
         pid = os.fork()
         if pid == 0:
             for n in range(first + 1, 10**9):
                 utils.save_atomically({"n": torch.full((2_000_000,), float(n))}, path)
-        time.sleep(random.uniform(0.01, 0.08))
+        deadline = time.monotonic() + 60
+        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
+            time.sleep(0.001)  # until a write has succeeded, however slow the disk
+        time.sleep(random.uniform(0, 0.03))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         interrupted += os.path.exists(f"{path}.tmp")
         values = load(path)["n"].unique().tolist()
-        assert len(values) == 1 and values[0] >= first
-        seen |= set(values)
-    assert interrupted > 10, "the kills must hit writes"
-    assert len(seen) > 10, "the writes must succeed in between"
+        assert len(values) == 1 and values[0] > first
+    assert interrupted > 5, "the kills must hit writes"
     utils.save_atomically({"n": torch.zeros(1)}, path)
     assert os.listdir(tmp_path) == ["snapshot.pt"], "what a kill left is used up"
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "link.pt").symlink_to(tmp_path / "snapshot.pt")
+    utils.save_atomically({"n": torch.ones(3)}, str(tmp_path / "link.pt"))
+    assert (tmp_path / "link.pt").is_symlink()
+    assert load(tmp_path / "snapshot.pt")["n"].tolist() == [1, 1, 1]
 
 
 def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
