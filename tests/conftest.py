@@ -14,6 +14,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 torch.set_num_threads(1)  # this process forks: no thread pool may exist in it
 
+from docs.diffs import ROOT  # noqa: E402
 from tests import rungs  # noqa: E402
 
 
@@ -27,7 +28,7 @@ def runs(tmp_path_factory):
             nprocs = 1
         if (name, nprocs) not in made:
             folder = tmp_path_factory.mktemp("run")
-            script, options = rungs.ROOT / name, ("--batch-size", 64 // nprocs)
+            script, options = ROOT / name, ("--batch-size", 64 // nprocs)
             done = rungs.train(script, 5, 2, *options, cwd=folder, nprocs=nprocs)
             made[name, nprocs] = folder, done
         return made[name, nprocs]

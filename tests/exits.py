@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.rungs import DISTRIBUTED, ROOT, finish, launch, start
+from docs.diffs import ROOT
+from tests.rungs import DISTRIBUTED, finish, launch, start
 
 
 def one(name):

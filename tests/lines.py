@@ -24,7 +24,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from tests.rungs import EDGES, ROOT
+from docs.diffs import EDGES, ROOT
 
 # The quickest to miss a line first. What is not named here comes last.
 FIRST = ["diff", "probe", "input", "failure", "snapshot"]

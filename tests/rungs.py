@@ -1,7 +1,6 @@
 """Find the rungs by listing the folders, and run them as a person would."""
 
 import ast
-import difflib
 import json
 import os
 import re
@@ -16,27 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from docs.diffs import EDGES, ROOT, docstring
+
 TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 3 to 10 s
 
 
-def docstring(path):
-    return ast.get_docstring(ast.parse(Path(path).read_text())) or ""
-
-
-def find_rungs():
-    """{name: parent name or None} of every script that names its parent."""
-    rungs = {}
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]):
-        parent = re.search(r"Parent: (\S+)", docstring(path))
-        if parent:
-            name = str(path.relative_to(ROOT))
-            rungs[name] = None if parent[1] == "none" else parent[1]
-    return rungs
-
-
-RUNGS = find_rungs()
-EDGES = [(parent, child) for child, parent in RUNGS.items() if parent]
 DISTRIBUTED = [child for _, child in EDGES]
 
 
@@ -44,13 +27,6 @@ def commands(name):
     """The shell commands in the rung's docstring, as lists of words."""
     lines = docstring(ROOT / name).splitlines()
     return [shlex.split(x) for x in lines if x.startswith(("python ", "torchrun "))]
-
-
-def changed_lines(parent, child):
-    """The changed lines of `diff -u`, blank ones apart, each with its sign."""
-    old, new = ((ROOT / name).read_text().splitlines() for name in (parent, child))
-    diff = list(difflib.unified_diff(old, new, lineterm=""))[2:]
-    return [x for x in diff if x[0] in "+-" and x[1:].strip()]
 
 
 def launch(script, total, every, *options, nprocs=2):

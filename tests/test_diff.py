@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from tests.rungs import EDGES, ROOT, RUNGS, changed_lines, commands, docstring
+from docs.diffs import EDGES, ROOT, RUNGS, changed_lines, docstring
+from tests.rungs import commands
 
 BUDGETS = {  # changed lines, blank ones apart; a variant has 40
     ("single_gpu.py", "multigpu.py"): 45,

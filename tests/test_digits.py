@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.rungs import RUNGS, function, load, losses, plant, train
+from docs.diffs import RUNGS
+from tests.rungs import function, load, losses, plant, train
 
 sklearn = pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.rungs import EDGES, ROOT, RUNGS, changed_lines, commands
+from docs.diffs import EDGES, ROOT, RUNGS, changed_lines
+from tests.rungs import commands
 
 PAGES = ["README.md", *(str(x.relative_to(ROOT)) for x in ROOT.glob("docs/*.md"))]
 

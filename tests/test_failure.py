@@ -8,9 +8,9 @@ import uuid
 
 import pytest
 
+from docs.diffs import ROOT
 from tests.rungs import (
     IN_STEP_80,
-    ROOT,
     TIMEOUT_S,
     finish,
     launch,

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+from docs.diffs import ROOT, RUNGS
 from tests.conftest import VISIBLE
-from tests.rungs import DISTRIBUTED, ROOT, RUNGS, launch, losses, run
+from tests.rungs import DISTRIBUTED, launch, losses, run
 
 if not shutil.which("nvidia-smi"):
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)

@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from tests.rungs import DISTRIBUTED, ROOT, RUNGS, forked, launch, load, plant, run
+from docs.diffs import ROOT, RUNGS
+from tests.rungs import DISTRIBUTED, forked, launch, load, plant, run
 
 TORCHRUN = {
     "RANK": 0,

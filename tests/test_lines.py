@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from docs.diffs import EDGES, ROOT, changed_lines
 from tests.lines import copy_tree, mutations
-from tests.rungs import EDGES, ROOT, changed_lines
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from tests.rungs import DISTRIBUTED, RUNGS
+from docs.diffs import RUNGS
+from tests.rungs import DISTRIBUTED
 
 two_ranks = pytest.mark.parametrize(("name", "nprocs"), [(x, 2) for x in DISTRIBUTED])
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import utils
-from tests.rungs import ROOT, finish, load, plant, start, train, weights
+from docs.diffs import ROOT
+from tests.rungs import finish, load, plant, start, train, weights
 
 
 def test_killed_while_writing(tmp_path):

@@ -7,12 +7,10 @@ import uuid
 import pytest
 import torch
 
+from docs.diffs import EDGES, ROOT, RUNGS
 from tests.rungs import (
     DISTRIBUTED,
-    EDGES,
     IN_STEP_80,
-    ROOT,
-    RUNGS,
     TIMEOUT_S,
     commands,
     finish,
