@@ -8,11 +8,13 @@
 The markers are comments, so that the pages read well wherever Markdown is shown:
 
     <!-- diff OLD NEW -->                   the whole of diff -u OLD NEW
+    <!-- diff -U0 OLD NEW -->               ... without lines of context
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
     <!-- rungs -->                          the table of the rungs
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU
     <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script
+                                            (more faults: and `old` as `new`)
     <!-- end -->                            below each of these
     <!-- file NAME -->                      the fence below is this file for commands
     <!-- not run here: REASON -->           nor are those of the fence below
@@ -43,7 +45,8 @@ from docs.diffs import docstring as docstring_of
 TIMEOUT_S = 120  # the longest command takes about 15 s
 MARKER = re.compile(r"<!-- (.*?) ?-->$")
 END = "<!-- end -->"
-QUOTED = r"((?: `[^`]+`)+)"
+DIFF = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
+DIFF += r"(?::(?P<texts>(?: `[^`]+`)+))?"
 PARTS = ("**What.**", "**Why.**", "**Without it.**")
 TEST = re.compile(r"`(tests/\w+\.py(?:::\w+)?)`")
 
@@ -61,6 +64,7 @@ class Block:
     anchor: str = ""
     old: str = ""
     new: str = ""
+    context: int = 3
     hunks: list = field(default_factory=list)
 
     def wrong(self, message):
@@ -155,13 +159,14 @@ def read_marker(page, number, line):
         block.kind = "rungs"
     elif re.match(r"run \S", block.text):
         block.kind, block.text = "run", block.text.removeprefix("run ")
-    elif found := re.fullmatch(rf"diff (\S+) ([^\s:]+)(?::{QUOTED})?", block.text):
-        block.kind, block.old, block.new = "diff", found[1], found[2]
+    elif found := re.fullmatch(DIFF, block.text):
+        block.kind, block.old, block.new = "diff", found["old"], found["new"]
+        block.context = int(found["context"] or 3)
         try:
             there = hunks(block.old, block.new)
         except Wrong as error:
             raise block.wrong(error) from None
-        for text in re.findall(r"`([^`]+)`", found[3] or ""):
+        for text in re.findall(r"`([^`]+)`", found["texts"] or ""):
             have = [x for x in there if any(text in line[1:] for line in x.lines)]
             if len(have) != 1:
                 where = f"the diff from {block.old} to {block.new}"
@@ -187,7 +192,7 @@ def find_end(block, lines):
 
 
 def whole_diff(block):
-    return ["```diff", *unified(block.old, block.new), "```"]
+    return ["```diff", *unified(block.old, block.new, block.context), "```"]
 
 
 def hunk_diff(block):
@@ -305,10 +310,8 @@ def run(page, command, block=None):
         copy_repository(copy)
         for name, text in page.files.items():
             (copy / name).write_text(text)
-        fault = block and re.match(r"with `(.+?)` as `(.+?)`: (.*)", block.text)
-        if fault:
-            old, new, command = fault.groups()
-            script = copy / re.search(r"\S+\.py", command)[0]
+        for old, new in faults(block) if block else []:
+            script = copy / script_of(command)
             text = script.read_text()
             if text.count(old) != 1:
                 count = text.count(old)
@@ -343,13 +346,28 @@ NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 NOT_INHERITED |= {"MASTER_PORT", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
 
 
+FAULTS = re.compile(r"with ((?:`.+?` as `.+?`(?: and )?)+): ")
+
+
+def faults(block):
+    """[(old, new)] that a `run with` marker puts into its command's script."""
+    match = FAULTS.match(block.text)
+    return re.findall(r"`(.+?)` as `(.+?)`", match[1]) if match else []
+
+
+def command_of(block):
+    return FAULTS.sub("", block.text, count=1)
+
+
+def script_of(command):
+    return re.search(r"\S+\.py", command)[0]
+
+
 def console(block, output):
     """The console fence of a `run` marker."""
-    fault = re.match(r"with `(.+?)` as `(.+?)`: (.*)", block.text)
-    lines = [f"$ {block.text}"]
-    if fault:
-        script = re.search(r"\S+\.py", fault[3])[0]
-        lines = [f"# {script} with {fault[2]} for {fault[1]}", f"$ {fault[3]}"]
+    command = command_of(block)
+    lines = [f"# {script_of(command)}: {new} for {old}" for old, new in faults(block)]
+    lines.append(f"$ {command}")
     return ["```console", *lines, *(x.rstrip() for x in output.splitlines()), "```"]
 
 
@@ -463,7 +481,7 @@ def run_all(pages, outputs):
         for page in pages:
             for block in page.blocks:
                 if block.kind == "run":
-                    command = re.sub(r"^with `.+?` as `.+?`: ", "", block.text)
+                    command = command_of(block)
                     job = pool.submit(run, page, command, block)
                     jobs[job] = page, block.line, command, block
             for line, command, why in page.commands:

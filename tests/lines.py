@@ -8,12 +8,15 @@ of the parent's becomes that one again; an `if` goes with its body, and also alo
 function goes whole, and statement by statement. Tests marked `text` do not count: they
 compare files, and so would miss any line. Exit status 1 if no test misses a statement.
 
-Run pytest first: a test that misses a line says something only if it passes with it.
+The tests that the line's chapter names run first, and one of them must miss it: else
+the chapter is wrong. Run pytest first: a test that misses a line says something only if
+it passes with it.
 """
 
 import argparse
 import ast
 import difflib
+import itertools
 import os
 import re
 import shutil
@@ -24,10 +27,12 @@ import textwrap
 import time
 from pathlib import Path
 
-from docs.diffs import EDGES, ROOT
+from docs.build import named_tests as explained_by
+from docs.diffs import EDGES, ROOT, hunks
 
 # The quickest to miss a line first. What is not named here comes last.
 FIRST = ["diff", "probe", "input", "failure", "snapshot"]
+NEVER = ["docs", "lines", "pictures", "site", "convert"]  # they test no rung
 
 
 def nearest(text, candidates):
@@ -93,14 +98,25 @@ def mutations(parent, child):
 
 
 def test_files(root):
-    """The test files, the quickest to fail first, without the test of this file."""
+    """The files of the rungs' tests, the quickest to fail first."""
     files = {x.stem.removeprefix("test_"): x for x in root.glob("tests/test_*.py")}
-    files.pop("lines")
-    return [files[x] for x in FIRST] + [files[x] for x in sorted({*files} - {*FIRST})]
+    others = sorted({*files} - {*FIRST, *NEVER})
+    return [str(files[x].relative_to(root)) for x in [*FIRST, *others]]
 
 
-def start_tests(root, child, log, files):
-    """Fork a pytest run (torch is imported already) on the tree at `root`."""
+def named_tests(parent, child, line):
+    """The tests that are named where the chapters explain this line of the child."""
+    for hunk in hunks(parent, child):
+        if hunk.new_start <= line < hunk.new_start + len(hunk.come):
+            return explained_by(parent, child)[hunk.number]
+    raise AssertionError(f"{child}:{line} is in no hunk")
+
+
+def start_tests(root, child, log, groups):
+    """Fork a pytest run (torch is imported already) on the tree at `root`.
+
+    Of the groups of tests, the second runs only if nothing in the first fails.
+    """
     stem = Path(child).stem
     pid = os.fork()
     if pid:
@@ -112,7 +128,8 @@ def start_tests(root, child, log, files):
     try:
         os.environ["TEST_TIMEOUT_S"] = "60"
         os.chdir(root)
-        for name in [x for x in sys.modules if re.match(r"(tests|utils)($|\.)", x)]:
+        ours = r"(tests|docs|utils)($|\.)"
+        for name in [x for x in sys.modules if re.match(ours, x)]:
             del sys.modules[name]
         sys.path.insert(0, str(root))
         import pytest
@@ -126,10 +143,10 @@ def start_tests(root, child, log, files):
             "no:cacheprovider",
             f"--basetemp={root}/.basetemp",
         ]
-        files = [str(x.relative_to(root)) for x in files]
-        # First the tests that name this rung, then all the others.
-        for which in (stem, f"not {stem}"):
-            status = pytest.main([*options, "-k", which, *files])
+        # Of each group first the tests that name this rung, then all the others.
+        which = [stem, f"not {stem}"]
+        for tests, names in itertools.product(filter(None, groups), which):
+            status = pytest.main([*options, "-k", names, *tests])
             if status == pytest.ExitCode.TESTS_FAILED:
                 break
     finally:
@@ -169,18 +186,20 @@ def main(edges, jobs, only=None, names=None, root=ROOT):
             folder = Path(tempfile.mkdtemp(prefix="lines-"))
             copy_tree(root, folder)
             (folder / case[1]).write_text(case[4])
-            files = [x for x in test_files(folder) if not names or x.stem in names]
-            pid = start_tests(folder, case[1], folder / ".log", files)
-            running[pid] = case, folder, time.monotonic()
+            files = [
+                x for x in test_files(folder) if not names or Path(x).stem in names
+            ]
+            named = named_tests(*case[:3]) if not names else []
+            pid = start_tests(folder, case[1], folder / ".log", [named, files])
+            running[pid] = case, named, folder, time.monotonic()
         pid, _ = os.wait()
-        (_, child, line, what, _), folder, began = running.pop(pid)
+        (_, child, line, what, _), named, folder, began = running.pop(pid)
         test = missing_test(folder / ".log")
         seconds = time.monotonic() - began
-        where = f"{child}:{line}"
-        print(
-            f"{where:18} {what[:70]:70} {test or 'NO TEST MISSES IT'} ({seconds:.0f} s)"
-        )
-        sys.stdout.flush()
+        where, verdict = f"{child}:{line}", test or "NO TEST MISSES IT"
+        if test and named and not test.startswith(tuple(named)):
+            verdict, test = f"NONE THAT ITS CHAPTER NAMES, BUT {test}", None
+        print(f"{where:18} {what[:70]:70} {verdict} ({seconds:.0f} s)", flush=True)
         if not test:
             survivors.append((child, line, what))
         shutil.rmtree(folder)
@@ -204,5 +223,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     edges = [tuple(args.edge)] if args.edge else EDGES
     survivors = main(edges, args.jobs, args.only, args.tests, args.root)
-    print(f"{len(survivors)} statements that no test misses")
+    print(f"{len(survivors)} statements that no test misses, or not the one named")
     sys.exit(1 if survivors else 0)

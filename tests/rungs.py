@@ -232,7 +232,7 @@ class Trainer(Trainer):
 
 # Put into a copy of a rung, it writes what each rank did to probe.RANK.json.
 PROBE = """
-import gc, json, pathlib
+import gc as collector, json, pathlib
 
 class Indexed(torch.utils.data.Dataset):
     def __init__(self, data): self.data, self.seen = data, []
@@ -293,7 +293,7 @@ def load_train_objs():
 
 _main = main
 def main(*args):
-    gc.disable()  # an automatic collection might happen to do the script's work
+    collector.disable()  # an automatic collection might happen to do the script's work
     _main(*args)
     tasks = pathlib.Path("/proc/self/task").glob("*/comm")
     facts["threads_left"] = [x for x in (t.read_text() for t in tasks) if "gloo" in x]

@@ -1,0 +1,280 @@
+"""The scripts of docs/convert_your_script.md: what one trains, the next one trains."""
+
+import json
+import os
+import re
+import sys
+import uuid
+
+import pytest
+import torch
+
+from docs.diffs import ROOT
+from tests.rungs import (
+    forked,
+    left_over,
+    load,
+    plant,
+    run,
+    same_bits,
+    shape_of,
+    weights,
+)
+
+BEFORE, STEP1, STEP2, AFTER = (
+    f"docs/convert/{name}.py" for name in ("before", "step1", "step2", "after")
+)
+SNAPSHOT = "stripes_snapshot.pt"
+
+linux = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
+)
+
+
+def torchrun(script, cwd, nprocs=2, **env):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run([*command, f"--nproc-per-node={nprocs}", str(script)], cwd, **env)
+
+
+def curve(done):
+    """[(loss, accuracy)] of the five epochs that a run has printed, once each."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"epoch (\d)/5 loss (\S+) accuracy (\S+)", done.stdout)
+    assert [line[0] for line in lines] == ["1", "2", "3", "4", "5"]
+    return [(float(loss), float(accuracy)) for _, loss, accuracy in lines]
+
+
+def with_changes(name, folder, *changes):
+    """A copy of a script with texts replaced, each of which is there once."""
+    text = (ROOT / name).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{name} has {old!r} {text.count(old)} times"
+        text = text.replace(old, new)
+    path = folder / os.path.basename(name)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """(folder, Done) of step2.py: one process, batch 64."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder, forked(ROOT / STEP2, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """(folder, Done) of after.py: two processes, batch 32 each."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, torchrun(ROOT / AFTER, folder)
+
+
+@pytest.mark.parametrize("name", [BEFORE, STEP1])
+def test_before_learns(name, tmp_path):
+    """As it stands, unseeded. step1.py is the same, but for its indentation."""
+    assert curve(forked(ROOT / name, cwd=tmp_path))[-1][1] > 0.8
+    assert list(load(tmp_path / "stripes_model.pt"))[0] == "0.weight"
+    assert os.listdir(tmp_path) == ["stripes_model.pt"]
+
+
+def test_only_the_order_is_new_in_step2(one, tmp_path):
+    """before.py, seeded and in step2.py's order, prints its numbers to the digit."""
+    order = "sampler = torch.utils.data.RandomSampler(train_set, generator=G)\n"
+    script = with_changes(
+        BEFORE,
+        tmp_path,
+        ("\ndevice = ", "\ntorch.manual_seed(0)\nG = torch.Generator()\ndevice = "),
+        ("train_loader = DataLoader(", order + "train_loader = DataLoader("),
+        ("shuffle=True", "sampler=sampler, drop_last=True"),
+        ("(EPOCHS):\n", "(EPOCHS):\n    G.manual_seed(epoch)\n"),
+    )
+    assert curve(forked(script, cwd=tmp_path)) == curve(one[1])
+
+
+def test_two_processes_train_as_one(one, two):
+    """1 x 64 and 2 x 32: the same losses and accuracy, and the same kind of snapshot.
+
+    Weights are compared in `test_three_processes_train_as_one`, in float64: in float32,
+    Adam lets rounding grow.
+    """
+    alone, together = (torch.tensor(curve(done)) for _, done in (one, two))
+    torch.testing.assert_close(together[:, 0], alone[:, 0], rtol=1e-3, atol=1e-4)
+    one_sample = 1.001 / 250  # rounding may tip one that lies on the edge
+    torch.testing.assert_close(together[:, 1], alone[:, 1], rtol=0, atol=one_sample)
+    theirs, mine = (folder / SNAPSHOT for folder, _ in (one, two))
+    assert shape_of(load(mine)) == shape_of(load(theirs)), "either continues the other"
+    assert load(mine)["EPOCHS_RUN"] == 5
+    assert os.listdir(two[0]) == [SNAPSHOT], "nothing else is left behind"
+
+
+def test_a_kill_in_a_write_leaves_the_last_snapshot(one, tmp_path):
+    """step2.py dies while it writes its third snapshot, and goes on from the second."""
+    half = 'file.write(b"half"), file.flush(), os.kill(os.getpid(), 9)'
+    save = "        torch.save(snapshot, file)\n"
+    die = f'        if snapshot["EPOCHS_RUN"] == 3:\n            {half}\n'
+    (tmp_path / "copy").mkdir()
+    script = with_changes(STEP2, tmp_path / "copy", (save, die + save))
+    assert forked(script, cwd=tmp_path).returncode == -9
+    assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == 2
+    done = forked(ROOT / STEP2, cwd=tmp_path)
+    assert "resuming: 2 of 5 epochs are finished" in done.stdout
+    assert same_bits(load(tmp_path / SNAPSHOT), load(one[0] / SNAPSHOT))
+    assert not (tmp_path / f"{SNAPSHOT}.tmp").exists()
+
+
+KILL = """
+_train_epoch, _epochs = train_epoch, 0
+def train_epoch(model, loader, *rest):
+    global _epochs
+    _epochs += 1
+    class Deadly:
+        def __iter__(self):
+            for step, batch in enumerate(loader):
+                if step == 5:
+                    os.kill(os.getpid(), 9)
+                yield batch
+    deadly = _epochs == 3 and dist.get_rank() == 1
+    return _train_epoch(model, Deadly() if deadly else loader, *rest)
+"""
+
+
+@linux
+def test_killed_after_resumes_bit_for_bit(two, tmp_path):
+    script = plant(AFTER, tmp_path / "copy", before_main=KILL)
+    mark = uuid.uuid4().hex
+    done = torchrun(script, tmp_path, MARK=mark)
+    assert done.returncode == 1
+    assert "SIGKILL" in done.stderr
+    assert not left_over(mark)
+    assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == 2
+    done = torchrun(ROOT / AFTER, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resuming: 2 of 5 epochs are finished") == 1
+    assert "epoch 2/5" not in done.stdout
+    assert same_bits(load(tmp_path / SNAPSHOT), load(two[0] / SNAPSHOT))
+
+
+PROBE = """
+import atexit, json, pathlib
+gc.disable()  # an automatic collection might happen to do the script's work
+seen, facts = [], {"trained": [], "evaluated": [], "seeds": [], "saved": 0}
+
+class Indexed(torch.utils.data.Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        seen.append(index)
+        return self.data[index]
+
+_make_data, _train_epoch, _evaluate = make_data, train_epoch, evaluate
+def make_data(n): return Indexed(_make_data(n))
+
+def train_epoch(*args):
+    seen.clear()
+    facts["seeds"].append(torch.initial_seed())
+    loss = _train_epoch(*args)
+    facts["trained"].append(list(seen))
+    return loss
+
+def evaluate(*args):
+    seen.clear()
+    facts["accuracy"] = _evaluate(*args)
+    facts["evaluated"] = list(seen)
+    return facts["accuracy"]
+
+_save_atomically = save_atomically
+def save_atomically(*args):
+    facts["saved"] += 1
+    _save_atomically(*args)
+
+_init = dist.init_process_group
+def init(*args, **options):
+    _init(*args, **options)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    facts["timeout_s"] = backend.options._timeout.total_seconds()
+    facts["rank"] = dist.get_rank()
+dist.init_process_group = init
+
+def note():
+    tasks = pathlib.Path("/proc/self/task").glob("*/comm")
+    facts["threads_left"] = [x for x in (t.read_text() for t in tasks) if "gloo" in x]
+    with open(f"probe.{facts['rank']}.json", "w") as file:
+        json.dump(facts, file)
+atexit.register(note)
+"""
+
+
+FLOAT64 = (
+    "BATCH_SIZE = 64\n",
+    "BATCH_SIZE = {}\ntorch.set_default_dtype(torch.float64)\n",
+)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """(folder, Done, [facts of each rank]) of after.py, float64, 21 samples each."""
+    folder = tmp_path_factory.mktemp("three")
+    change = FLOAT64[0], FLOAT64[1].format(64)
+    script = plant(AFTER, folder / "copy", change, before_main=PROBE)
+    done = torchrun(script, folder, nprocs=3, OMP_NUM_THREADS=1)
+    assert done.returncode == 0, done.stderr
+    files = [folder / f"probe.{rank}.json" for rank in range(3)]
+    return folder, done, [json.loads(file.read_text()) for file in files]
+
+
+@linux
+def test_three_processes_train_as_one(three, tmp_path):
+    """3 x 21 and 1 x 63: the same weights, tight enough to see any other sample."""
+    (tmp_path / "copy").mkdir()
+    change = FLOAT64[0], FLOAT64[1].format(63)
+    done = forked(with_changes(STEP2, tmp_path / "copy", change), cwd=tmp_path)
+    assert curve(done) == curve(three[1])
+    mine, theirs = (weights(x / SNAPSHOT) for x in (three[0], tmp_path))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@linux
+def test_three_processes_evaluate_each_sample_once(three):
+    """250 held-out samples are 84 + 83 + 83; none of them is trained on."""
+    _, done, facts = three
+    assert [len(x["evaluated"]) for x in facts] == [84, 83, 83]
+    held_out = set().union(*(x["evaluated"] for x in facts))
+    assert len(held_out) == 250
+    trained = {index for x in facts for epoch in x["trained"] for index in epoch}
+    assert not held_out & trained
+    assert {f"{x['accuracy']:.4f}" for x in facts} == {f"{curve(done)[-1][1]:.4f}"}
+
+
+@linux
+def test_three_processes_share_out_each_epoch(three):
+    """15 steps of 3 x 21 different samples; another order in each epoch."""
+    _, _, facts = three
+    orders = [[x["trained"][epoch] for x in facts] for epoch in range(5)]
+    for order in orders:
+        assert [len(part) for part in order] == [315, 315, 315]
+        assert len(set().union(*order)) == 945
+    assert len({str(order) for order in orders}) == 5
+
+
+@linux
+def test_each_process_has_random_numbers_of_its_own(three):
+    """They follow from epoch and rank alone, so that a resumed run repeats them."""
+    for rank, facts in enumerate(three[2]):
+        assert facts["seeds"] == [epoch * 3 + rank for epoch in range(5)]
+
+
+@linux
+def test_one_process_prints_and_saves_and_all_end_well(three):
+    _, done, facts = three
+    assert len(curve(done)) == 5
+    assert [x["saved"] for x in facts] == [5, 0, 0]
+    assert [x["timeout_s"] for x in facts] == [300] * 3
+    assert [x["threads_left"] for x in facts] == [[]] * 3, "or the exit can abort"
+
+
+def test_after_says_how_to_start_it(tmp_path):
+    done = forked(ROOT / AFTER, cwd=tmp_path)
+    assert done.returncode == 2
+    command = "torchrun --standalone --nproc-per-node=2"
+    assert done.stderr == f"start this with: {command} {ROOT / AFTER}\n"
+    assert not os.listdir(tmp_path)

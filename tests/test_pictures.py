@@ -1,0 +1,164 @@
+"""The pictures are what the script draws, can be read, and show what really happens."""
+
+import re
+import shutil
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from docs import pictures
+
+NAMES = list(pictures.PICTURES)
+SVG = "{http://www.w3.org/2000/svg}"
+MIB = 2**20
+
+
+def test_every_picture_is_what_the_script_draws():
+    drawn = {x.name for x in pictures.FOLDER.glob("*.svg")}
+    assert drawn == set(NAMES)
+    assert pictures.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spoil", ["edit", "remove"])
+def test_check_names_a_stale_picture(name, spoil, tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "pictures"
+    shutil.copytree(pictures.FOLDER, copy)
+    monkeypatch.setattr(pictures, "FOLDER", copy)
+    file = copy / name
+    text = file.read_text().replace("</title>", " </title>")
+    file.write_text(text) if spoil == "edit" else file.unlink()
+    assert pictures.main(["--check"]) == 1
+    assert capsys.readouterr().err == f"docs/pictures/{name}: stale\n"
+    assert not file.exists() if spoil == "remove" else file.read_text() == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_well_formed_and_described(name):
+    path = pictures.FOLDER / name
+    assert path.stat().st_size < 40_000
+    root = ET.parse(path).getroot()
+    assert root.get("width") == "800"
+    for tag in ("title", "desc"):
+        (element,) = root.findall(SVG + tag)
+        assert len(element.text) > 20
+        assert element.get("id") in root.get("aria-labelledby")
+    text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "http" not in text, "something is loaded from elsewhere"
+
+
+def schemes(root):
+    """[{class: {property: value}}] of the style sheet, in light and in dark."""
+    sheet = root.find(f"{SVG}style").text
+    start = sheet.index("@media (prefers-color-scheme:dark){")
+    light, dark = {}, {}
+    for rules, part in ((light, sheet[:start]), (dark, sheet[start:])):
+        for name, body in re.findall(r"\.(\w+)\{([^}]*)\}", part):
+            pairs = [x.split(":", 1) for x in body.split(";")]
+            rules.setdefault(name, {}).update(pairs)
+    return [light, {k: v | dark.get(k, {}) for k, v in light.items()}]
+
+
+def luminance(colour):
+    """WCAG 2's relative luminance of a #rrggbb."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def contrast(one, other):
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_contrast_is_computed_right():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read(name, scheme):
+    """On the card and on every box, whichever of them it stands on."""
+    root = ET.parse(pictures.FOLDER / name).getroot()
+    rules = schemes(root)[scheme]
+
+    def paint(element, key):
+        found = [rules.get(x, {}).get(key) for x in element.get("class", "").split()]
+        return [x for x in found if x]
+
+    boxes = [x for x in root.iter(f"{SVG}rect") if x.get("fill") != "url(#hatch)"]
+    surfaces = {colour for box in boxes for colour in paint(box, "fill")}
+    card = boxes[0]
+    assert float(card.get("width")) == 799 and paint(card, "fill")
+    texts = list(root.iter(f"{SVG}text"))
+    assert texts
+    for text in texts:
+        (ink,) = paint(text, "fill")
+        assert min(contrast(ink, x) for x in surfaces) >= 4.5, text.text
+        sizes = [x.split("px")[0] for x in paint(text, "font-size")]
+        assert all(int(x) >= 11 for x in sizes)
+    for path in root.iter(f"{SVG}path"):
+        for colour in paint(path, "stroke"):
+            assert contrast(colour, paint(card, "fill")[0]) >= 3
+    # The size of text without a class of its own.
+    assert int(re.search(r"text\{font:(\d+)px", ET.tostring(root, "unicode"))[1]) >= 11
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_the_ring_ends_with_all_sums_everywhere(ranks):
+    states = pictures.ring_states(ranks)
+    assert len(states) == 1 + 2 * (ranks - 1)
+    for _, received in states[1:]:  # each link carries one chunk, each another one
+        assert sorted(received) == list(range(ranks))
+    everyone = set(range(ranks))
+    scattered, _ = states[ranks - 1]
+    assert [row.count(everyone) for row in scattered] == [1] * ranks
+    assert all(chunk == everyone for row in states[-1][0] for chunk in row)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    return pictures.trace(tmp_path_factory.mktemp("trace"))
+
+
+def test_the_gradients_fill_buckets(traced):
+    """1 MiB, then 25 MiB, each closed by the parameter that fills it; none is left."""
+    sizes = [x["bytes"] for x in traced["all_reduce"]]
+    assert len(sizes) > 2
+    largest = 4 * pictures.WIDTH**2
+    assert MIB <= sizes[0] < MIB + largest
+    assert all(25 * MIB <= x < 25 * MIB + largest for x in sizes[1:-1])
+    pairs = zip(pictures.SIZES, pictures.SIZES[1:], strict=False)
+    assert sum(sizes) == sum(4 * (a * b + b) for a, b in pairs)
+
+
+def test_buckets_go_in_reverse_order_of_the_layers(traced):
+    """The last two layers fill the first bucket; it leaves before the next begins."""
+    starts = {x["layer"]: x["start"] for x in reversed(traced["backward"])}
+    assert list(starts) == sorted(starts)
+    last = max(starts)
+    assert starts[last - 1] < traced["launched"][0] < starts[last - 2]
+    assert traced["launched"] == sorted(traced["launched"])
+
+
+def test_all_reduce_overlaps_with_backward(traced):
+    """The first bucket is on its way before the last operation of backward begins."""
+    first, last = traced["all_reduce"][0], traced["backward"][-1]
+    assert first["start"] < last["start"]
+    assert pictures.common(traced["all_reduce"], traced["backward"]) > 0
+
+
+def test_gradients_are_averaged_before_the_optimizer_steps(traced):
+    step = traced["optimizer_step"]
+    assert all(x["end"] <= step["start"] for x in traced["all_reduce"])
+    assert all(x["end"] <= step["start"] for x in traced["copied"])
+
+
+def test_a_small_model_has_one_bucket(tmp_path):
+    """Linear(20, 1): one all-reduce of 21 numbers in a step, and it is in backward."""
+    made = pictures.trace(tmp_path, model="")
+    (reduce,) = made["all_reduce"]
+    assert reduce["bytes"] == 4 * 21
+    assert len(made["launched"]) == 1
+    assert 0 < made["launched"][0] < reduce["end"] <= made["optimizer_step"]["start"]
