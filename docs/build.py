@@ -45,8 +45,10 @@ from docs.diffs import docstring as docstring_of
 TIMEOUT_S = 120  # the longest command takes about 15 s
 MARKER = re.compile(r"<!-- (.*?) ?-->$")
 END = "<!-- end -->"
+PROGRAMS = "python|pip|pytest|torchrun|git|sdiff|diff"
 DIFF = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
 DIFF += r"(?::(?P<texts>(?: `[^`]+`)+))?"
+FAULTS = re.compile(r"with ((?:`.+?` as `.+?`(?: and )?)+): ")
 PARTS = ("**What.**", "**Why.**", "**Without it.**")
 TEST = re.compile(r"`(tests/\w+\.py(?:::\w+)?)`")
 
@@ -121,6 +123,9 @@ def parse(name, text=None):
             if last == len(lines):
                 raise Wrong(f"{name}:{i + 1}: a fence without end")
             body = lines[i + 1 : last]
+            if fence[2] not in ("sh", "python", "text"):
+                kinds = "sh, python or text (diffs and output stand between markers)"
+                raise Wrong(f"{name}:{i + 1}: a fence is one of {kinds}")
             if pending and pending.kind == "file":
                 page.files[pending.text] = "\n".join(body) + "\n"
             elif fence[2] == "sh":
@@ -131,6 +136,8 @@ def parse(name, text=None):
             elif pending:
                 raise pending.wrong("the fence below is not one of sh")
             pending, i = None, last
+        elif re.match(rf"    +(\$ )?({PROGRAMS})\b", line):
+            raise Wrong(f"{name}:{i + 1}: a command outside of a fence")
         elif line.startswith("<!--"):
             block = read_marker(name, i + 1, line)
             if block.kind in ("file", "not run here"):
@@ -157,7 +164,7 @@ def read_marker(page, number, line):
             return block
     if block.text == "rungs":
         block.kind = "rungs"
-    elif re.match(r"run \S", block.text):
+    elif re.match(r"run (?!with )\S", block.text) or FAULTS.match(block.text[4:]):
         block.kind, block.text = "run", block.text.removeprefix("run ")
     elif found := re.fullmatch(DIFF, block.text):
         block.kind, block.old, block.new = "diff", found["old"], found["new"]
@@ -344,9 +351,6 @@ def run(page, command, block=None):
 
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 NOT_INHERITED |= {"MASTER_PORT", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
-
-
-FAULTS = re.compile(r"with ((?:`.+?` as `.+?`(?: and )?)+): ")
 
 
 def faults(block):

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,9 @@ class Wrong(Exception):
 
 
 def docstring(path):
-    return ast.get_docstring(ast.parse(Path(path).read_text())) or ""
+    """The text of a script's docstring, or "" if it does not begin with one."""
+    found = re.match(r'"""(.*?)"""', Path(path).read_text(), re.S)
+    return found[1] if found else ""
 
 
 def find_rungs():
@@ -65,29 +68,37 @@ class Hunk(NamedTuple):
         return [f"-{x}" for x in self.gone] + [f"+{x}" for x in self.come]
 
 
-def scope_of(lines, line):
-    """The names of the class and functions around a line, as `Trainer.train`."""
-    found = []
-    for node in ast.walk(ast.parse("\n".join(lines))):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
-            if first <= line <= node.end_lineno:
-                found.append((first, node.name))
-    return ".".join(name for _, name in sorted(found))
+def scopes(name):
+    """[(first line, last line, name)] of a file's classes and functions, or Wrong."""
+    try:
+        tree = ast.parse((ROOT / name).read_text())
+    except SyntaxError as error:
+        raise Wrong(f"{name}:{error.lineno}: {error.msg}") from None
+    kinds = ast.ClassDef, ast.FunctionDef
+    nodes = [x for x in ast.walk(tree) if isinstance(x, kinds)]
+    firsts = [min([x.lineno, *(y.lineno for y in x.decorator_list)]) for x in nodes]
+    return sorted(
+        (first, x.end_lineno, x.name) for first, x in zip(firsts, nodes, strict=True)
+    )
 
 
+def scope_of(line, where):
+    """What of `scopes` a line stands in, as `Trainer.train`."""
+    return ".".join(name for first, last, name in where if first <= line <= last)
+
+
+@functools.cache
 def hunks(old, new):
     """The hunks of the diff between two files, without lines of context."""
     before, after = read_lines(old), read_lines(new)
+    gone_from, come_to = scopes(old), scopes(new)
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     found = []
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag != "equal":
-            scope = scope_of(after, j1 + 1) if j2 > j1 else scope_of(before, i1 + 1)
-            hunk = Hunk(
-                len(found) + 1, i1 + 1, before[i1:i2], j1 + 1, after[j1:j2], scope
-            )
-            found.append(hunk)
+            place = (j1 + 1, come_to) if j2 > j1 else (i1 + 1, gone_from)
+            lines = i1 + 1, before[i1:i2], j1 + 1, after[j1:j2]
+            found.append(Hunk(len(found) + 1, *lines, scope_of(*place)))
     return found
 
 

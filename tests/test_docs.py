@@ -1,49 +1,282 @@
-"""What the README and the documents say is so."""
+"""What the README and the documents say is so, and the tool that sees to it."""
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
-from docs.diffs import EDGES, ROOT, RUNGS, changed_lines
+from docs.build import TEST, copy_repository, page_names, parse, same
+from docs.diffs import EDGES, ROOT, RUNGS, changed_lines, docstring, hunks
 from tests.rungs import commands
 
-PAGES = ["README.md", *(str(x.relative_to(ROOT)) for x in ROOT.glob("docs/*.md"))]
+PAGES = page_names()
+NUMBERED = ["0_intro", "1_theory", "2_multigpu", "3_fault_tolerance", "4_multinode"]
+CHAPTERS = [*NUMBERED, "troubleshooting", "convert_your_script", "what_is_proven"]
+DIFFS = "<!-- diff single_gpu.py multigpu.py: `self.ddp_model =` -->"
+
+
+def text_of(page):
+    return (ROOT / page).read_text()
 
 
 def test_the_readme_gives_two_commands():
     """CI takes them from here and runs them in a fresh environment."""
-    text = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^    pip install -r requirements.txt && (.*)$", text, re.M)
+    lines = re.findall(
+        r"^pip install -r requirements.txt && (.*)$", text_of("README.md"), re.M
+    )
     assert lines == ["python multigpu.py 50 10", "pytest"]
 
 
 def test_the_readme_lists_every_rung_with_its_command():
-    text = (ROOT / "README.md").read_text()
+    page = parse("README.md")
     for name in RUNGS:
-        assert f"[{name}]({name})" in text
-        assert all("    " + " ".join(words) in text for words in commands(name))
+        assert f"[{name}]({name})" in text_of("README.md")
+        for words in commands(name):
+            assert " ".join(words) in [command for _, command, _ in page.commands]
 
 
 @pytest.mark.text
 @pytest.mark.parametrize(("parent", "child"), EDGES)
 def test_the_readme_counts_changed_lines_right(parent, child):
     row = rf"\[{child}\].*\| {len(changed_lines(parent, child))} from {parent} \|"
-    assert re.search(row, (ROOT / "README.md").read_text())
+    assert re.search(row, text_of("README.md"))
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_chapters_are_there(name):
+    assert f"docs/{name}.md" in PAGES
+    assert f"(docs/{name}.md)" in text_of("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    path = ROOT / page
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("https://") or (path.parent / target).exists(), target
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        path = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            anchors = [x[3] for x in parse(str(path.relative_to(ROOT))).headings]
+            assert anchor in anchors, target
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_tests_that_are_named_exist(page):
-    """A claim's test is in the file that the page names, and has a name that runs."""
-    text = (ROOT / page).read_text()
-    for file, name in re.findall(r"(tests/\w+\.py)(?:::(\w+))?", text):
-        body = ast.parse((ROOT / file).read_text()).body
-        names = [x.name for x in body if isinstance(x, ast.FunctionDef)]
-        assert not name or name in names, f"{file}::{name}"
+    for name in TEST.findall(text_of(page)):
+        path, _, function = name.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert not function or function in [getattr(x, "name", "") for x in tree.body]
+
+
+# The tool. What must fail is put into a copy of the repository.
+
+
+def build(root, *options):
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.build", *options],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def copy(tmp_path):
+    copy_repository(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def plant(root, name, old, new):
+    path = root / name
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def files(root):
+    return {x: x.read_bytes() for x in root.rglob("*.md")}
+
+
+@pytest.mark.text
+def test_nothing_is_stale_and_every_changed_line_is_explained():
+    assert build(ROOT, "--check", "--diffs") == (0, "")
+
+
+CHAPTER = "docs/2_multigpu.md"
+NOT_FRESH = {
+    "a line changed": ("multigpu.py", "SGD, lr=0.001", "SGD, lr=0.002"),
+    "a line added": ("multigpu.py", "import time\n", "import time\nimport json\n"),
+    "a line gone": ("multigpu.py", "    dist.destroy_process_group()\n", ""),
+    "a diff typed": (CHAPTER, "\n+        dist.all_reduce(total)", "\n+    typed"),
+    "a hunk left out": (CHAPTER, "`import gc` `gc.collect()`", "`gc.collect()`"),
+    "no why": (CHAPTER, "**Why.** All processes", "All processes"),
+    "no test": (
+        CHAPTER,
+        "in between each other's lines:\n`tests/test_probe.py::test_one_rank_prints`.",
+        "in between each other's lines.",
+    ),
+    "two diffs, one heading": (CHAPTER, "## Forward through the wrapper\n", ""),
+    "a table typed": ("README.md", "| 45 from single_gpu.py |", "| 9 |"),
+}
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("fault", NOT_FRESH)
+def test_it_finds(copy, fault):
+    plant(copy, *NOT_FRESH[fault])
+    before = files(copy)
+    status, said = build(copy, "--check", "--diffs")
+    assert status == 1
+    assert re.match(r"[\w./]+:\d+: ", said)
+    assert files(copy) == before
+
+
+@pytest.mark.text
+def test_a_rung_without_a_chapter_is_found(copy):
+    """As is one with a chapter that leaves a line out; see above."""
+    name, parent = "variants/new.py", "multinode.py"
+    (copy / "variants").mkdir(exist_ok=True)
+    shutil.copy(copy / parent, copy / name)
+    plant(copy, name, docstring(ROOT / parent), f"New. Parent: {parent}\n")
+    status, said = build(copy, "--check", "--diffs")
+    assert status == 1
+    assert f"{name}:1: no chapter explains" in said
+
+
+@pytest.mark.text
+def test_it_mends_what_is_stale(copy):
+    before = files(copy)
+    plant(copy, *NOT_FRESH["a diff typed"])
+    plant(copy, *NOT_FRESH["a table typed"])
+    assert build(copy, "--diffs") == (0, "")
+    assert files(copy) == before
+
+
+WRONG = {
+    "no such file": (DIFFS, DIFFS.replace("single_gpu", "nosuch")),
+    "no such hunk": (DIFFS, DIFFS.replace("self.ddp_model =", "nosuch")),
+    "several hunks": (DIFFS, DIFFS.replace("self.ddp_model =", "rank")),
+    "explained twice": (DIFFS, DIFFS.replace("self.ddp_model =", "import gc")),
+    "no such marker": (DIFFS, DIFFS.replace("diff", "dif", 1)),
+    "not closed": (DIFFS, DIFFS.removesuffix(" -->")),
+    "a marker too many": (DIFFS, f"{DIFFS}\n{DIFFS}"),
+    "an end too many": (DIFFS, f"<!-- end -->\n\n{DIFFS}"),
+    "typed output": (DIFFS, f"```console\n$ python\n```\n\n{DIFFS}"),
+    "a typed diff": (DIFFS, f"```diff\n+x\n```\n\n{DIFFS}"),
+    "a fence without end": (DIFFS, f"````sh\n{DIFFS}"),
+    "a command without fence": (DIFFS, f"    pip install torch\n\n{DIFFS}"),
+    "a reason without commands": (DIFFS, f"<!-- not run here: why -->\n\n{DIFFS}"),
+    "a file without text": (DIFFS, f"<!-- file x.py -->\n\n{DIFFS}"),
+}
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("fault", WRONG)
+def test_bad_input(copy, fault):
+    """One line that names file and line, exit status 2, and nothing written."""
+    plant(copy, "docs/2_multigpu.md", *WRONG[fault])
+    plant(copy, *NOT_FRESH["a table typed"])  # it would mend this
+    before = files(copy)
+    status, said = build(copy, "--diffs")
+    assert status == 2
+    assert re.fullmatch(r"docs\.build: error: docs/2_multigpu\.md:\d+: .+\n", said)
+    assert files(copy) == before
+
+
+@pytest.mark.text
+def test_a_script_that_does_not_parse(copy):
+    plant(copy, "multigpu.py", "                continue\n", "")
+    status, said = build(copy, "--diffs")
+    assert status == 2
+    assert re.fullmatch(r"docs\.build: error: .+:\d+: multigpu.py:\d+: .+\n", said)
+
+
+def test_no_such_page(copy):
+    status, said = build(copy, "--only", "nosuch")
+    assert (status, said) == (2, "docs.build: error: there is no page nosuch\n")
+
+
+RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
+OUTPUT = {  # what a page holds, and what is said of it
+    "as it is": (RUN, (0, "")),
+    "to 0.1 percent": (RUN.replace("\n0.5", "\n0.5001"), (0, "")),
+    "another number": (RUN.replace("\n0.5", "\n0.502"), (1, ": stale")),
+    "another word": (RUN.replace("\n0.5", "\nhalf"), (1, ": stale")),
+    "no such program": (RUN.replace("echo", "nosuch"), (1, "exit status 127")),
+    "a fault": (
+        "<!-- run with `lr=0.001` as `lr=0.0`: grep -o lr=0.0, multigpu.py -->\n"
+        "```console\n# multigpu.py: lr=0.0 for lr=0.001\n"
+        "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
+        (0, ""),
+    ),
+    "no such place": (
+        "<!-- run with `nosuch` as ``: grep -c . multigpu.py -->\n<!-- end -->\n",
+        (2, "no such marker"),
+    ),
+    "not once": (
+        "<!-- run with `rank` as `x`: grep -c . multigpu.py -->\n<!-- end -->\n",
+        (2, "times, not once"),
+    ),
+    "its file": (
+        "<!-- file x.txt -->\n```text\n7.5\n```\n<!-- run cat x.txt -->\n"
+        "```console\n$ cat x.txt\n7.5\n```\n<!-- end -->\n",
+        (0, ""),
+    ),
+    "a command": ("```sh\ntrue\n```\n", (0, "")),
+    "a command that fails": ("```sh\ntrue\nfalse\n```\n", (1, "false: exit status 1")),
+    "flags": (
+        "<!-- not run here: why -->\n```sh\nA=b torchrun --nnodes=2 multinode.py \\\n"
+        "  5 1 && pip install -r x && python single_gpu.py 5 1\n```\n",
+        (0, ""),
+    ),
+    "no such flag": (
+        "<!-- not run here: why -->\n```sh\ntorchrun --nosuch multinode.py 5 1\n```\n",
+        (1, "exit status 2"),
+    ),
+    "no such flag of the script": (
+        "<!-- not run here: why -->\n```sh\ntorchrun multinode.py 5 1 --nosuch\n```\n",
+        (1, "unrecognized arguments: --nosuch"),
+    ),
+    "no way to parse": (
+        "<!-- not run here: why -->\n```sh\nnosuch -x\n```\n",
+        (1, "nothing here can parse"),
+    ),
+}
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("case", OUTPUT)
+def test_output_and_commands(copy, case):
+    text, (expected, words) = OUTPUT[case]
+    (copy / "docs/page.md").write_text(f"# Page\n\n{text}")
+    status, said = build(copy, "--check", "--only", "page")
+    assert (status, words in said) == (expected, True), said
+
+
+def test_what_varies_is_masked_and_nothing_else():
+    line = "[rank 1]: {} | loss {} | {} samples/s, pid: {}, x.py line {}"
+    one = line.format("at", 1.0000, "20,000", 311, 80)
+    assert same([one], [line.format("at", 1.0005, "9", 4711, 81)])
+    assert not same([one], [line.format("at", 1.01, "20,000", 311, 80)])
+    assert not same([one], [line.format("in", 1.0, "20,000", 311, 80)])
+    assert not same([one], [one, one])
+    assert not same(["rank 0"], ["rank 1"])
+
+
+@pytest.mark.parametrize(("parent", "child"), EDGES)
+def test_hunks_make_the_child_of_the_parent(parent, child):
+    """Put into the parent's text, they give the child's: so no changed line is lost."""
+    old = (ROOT / parent).read_text().splitlines()
+    new = (ROOT / child).read_text().splitlines()
+    for hunk in reversed(hunks(parent, child)):
+        start = hunk.old_start - 1
+        assert old[start : start + len(hunk.gone)] == hunk.gone
+        old[start : start + len(hunk.gone)] = hunk.come
+    assert old == new
