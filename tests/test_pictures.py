@@ -137,7 +137,7 @@ def test_buckets_go_in_reverse_order_of_the_layers(traced):
     """The last two layers fill the first bucket; it leaves before the next begins."""
     starts = {x["layer"]: x["start"] for x in reversed(traced["backward"])}
     assert list(starts) == sorted(starts)
-    last = max(starts)
+    last = len(pictures.SIZES) - 1
     assert starts[last - 1] < traced["launched"][0] < starts[last - 2]
     assert traced["launched"] == sorted(traced["launched"])
 
@@ -149,16 +149,25 @@ def test_all_reduce_overlaps_with_backward(traced):
     assert pictures.common(traced["all_reduce"], traced["backward"]) > 0
 
 
+def averaged_in_backward(traced):
+    """Copied back from the buckets after an all-reduce and before the optimizer steps.
+
+    The end of gloo's span says less: it is noted down after the waiting thread goes on.
+    """
+    copied = [x["start"] for x in traced["copied"]]
+    ends = [x["end"] for x in traced["copied"]]
+    first = min(x["start"] for x in traced["all_reduce"])
+    return first < min(copied) and max(ends) <= traced["optimizer_step"]["start"]
+
+
 def test_gradients_are_averaged_before_the_optimizer_steps(traced):
-    step = traced["optimizer_step"]
-    assert all(x["end"] <= step["start"] for x in traced["all_reduce"])
-    assert all(x["end"] <= step["start"] for x in traced["copied"])
+    assert len(traced["copied"]) == 2 * (len(pictures.SIZES) - 1)  # weights and biases
+    assert averaged_in_backward(traced)
 
 
 def test_a_small_model_has_one_bucket(tmp_path):
     """Linear(20, 1): one all-reduce of 21 numbers in a step, and it is in backward."""
     made = pictures.trace(tmp_path, model="")
-    (reduce,) = made["all_reduce"]
-    assert reduce["bytes"] == 4 * 21
-    assert len(made["launched"]) == 1
-    assert 0 < made["launched"][0] < reduce["end"] <= made["optimizer_step"]["start"]
+    assert [x["bytes"] for x in made["all_reduce"]] == [4 * 21]
+    assert len(made["launched"]) == 1 and len(made["copied"]) == 2
+    assert averaged_in_backward(made)

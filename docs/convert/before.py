@@ -1,0 +1,74 @@
+"""A training script as many people have it: one file, one device, top to bottom.
+
+python docs/convert/before.py
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+EPOCHS = 5
+BATCH_SIZE = 64
+
+
+def make_data(n):
+    """Noisy images of 12 x 12 pixels. The label is the direction of the stripes."""
+    labels = torch.randint(4, (n,))
+    y, x = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
+    waves = torch.stack([x, y, x + y, x - y])[labels]
+    images = torch.sin(waves + 2 * torch.pi * torch.rand(n, 1, 1))
+    images = images + 1.5 * torch.randn(n, 12, 12)
+    return TensorDataset(images.unsqueeze(1), labels)
+
+
+def make_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
+
+
+def train_epoch(model, loader, optimizer, device):
+    model.train()
+    running = 0.0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        running += loss.item()
+    return running / len(loader)
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    model.eval()
+    correct = 0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        correct += (model(images).argmax(1) == labels).sum().item()
+    return correct / len(loader.dataset)
+
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+train_set, val_set = random_split(make_data(1250), [1000, 250])
+train_loader = DataLoader(train_set, batch_size=BATCH_SIZE, shuffle=True)
+val_loader = DataLoader(val_set, batch_size=BATCH_SIZE)
+
+model = make_model().to(device)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+
+for epoch in range(EPOCHS):
+    loss = train_epoch(model, train_loader, optimizer, device)
+    accuracy = evaluate(model, val_loader, device)
+    print(f"epoch {epoch + 1}/{EPOCHS} loss {loss:.4f} accuracy {accuracy:.4f}")
+
+torch.save(model.state_dict(), "stripes_model.pt")
+print("saved to stripes_model.pt")

@@ -1,0 +1,127 @@
+"""The Sphinx extension that makes the site from the chapters and the scripts.
+
+It leaves the Markdown as a code host shows it, and adds what only a site can have: the
+sidebar, a page for every two rungs side by side, and a page for every file of the
+repository that a chapter links to.
+"""
+
+import html
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.errors import ExtensionError
+
+from docs import build
+from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines
+from docs.site.side_by_side import (
+    explain,
+    hunks,
+    page_of,
+    parts,
+    plain_lines,
+    slug,
+)
+
+
+def read_all(app, env, docnames):
+    """Every build reads every page: what they show depends on the scripts, too."""
+    docnames[:] = sorted(env.found_docs)
+
+
+def add_links(app, docname, source):
+    """Below each diff a link to it side by side; in the first page all the others."""
+    lines = source[0].splitlines()
+    try:
+        page = build.parse(f"docs/{docname}.md", lines)
+    except Wrong as error:
+        raise ExtensionError(str(error)) from None
+    blocks = [x for x in page.blocks if x.kind == "diff"]
+    app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks]
+    for block in reversed(blocks):
+        url = page_of(block.old, block.new) + ".html"
+        total = len(hunks(block.old, block.new))
+        links = [
+            f'<a href="{url}#hunk-{x.number}">change {x.number} of {total}</a>'
+            for x in block.hunks
+        ] or [f'<a href="{url}">{html.escape(f"{block.old} and {block.new}")}</a>']
+        text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
+        lines[block.end + 1 : block.end + 1] = ["", text, ""]
+    if docname == app.config.root_doc:
+        others = sorted(app.env.found_docs - {docname}, key=reading_order)
+        lines += ["", "```{toctree}", ":hidden:", "", "self", *others, "```"]
+    source[0] = "\n".join(lines) + "\n"
+
+
+def reading_order(docname):
+    """The numbered chapters by their number, then the others by their name."""
+    number = docname.split("_")[0]
+    return (0, int(number), "") if number.isdigit() else (1, 0, docname)
+
+
+def link_files(app, doctree):
+    """A link to a file of the repository leads to a page of the site that shows it."""
+    shown = app.env.metadata[app.env.docname]["files"] = []
+    links = list(doctree.findall(addnodes.download_reference))
+    links += doctree.findall(lambda x: isinstance(x, addnodes.pending_xref))
+    for node in links:
+        target = node["reftarget"]
+        if isinstance(node, addnodes.pending_xref):
+            if node["refdomain"] != "doc" or target in app.env.found_docs:
+                continue
+            target += ".md"  # MyST takes README.md for a page
+        path = Path(app.srcdir, target).resolve()
+        name = str(path.relative_to(ROOT))
+        shown.append(name)
+        link = nodes.reference(
+            "", "", *node.children, refuri=f"{source_page(name)}.html"
+        )
+        node.replace_self(link)
+
+
+def source_page(name):
+    return f"source/{name}"
+
+
+def make_pages(app):
+    """The pages that are not made from Markdown."""
+    yield "index", {"start": app.config.root_doc}, "redirect.html"
+    try:
+        explained = build.explanations()
+    except Wrong as error:
+        raise ExtensionError(str(error)) from None
+    rungs = sorted(RUNGS, key=build.depth)
+    common = {"rungs": rungs, "slug": slug, "page_of": page_of, "source": source_page}
+    pairs = [(old, new) for old in rungs for new in rungs if old != new]
+    data = app.env.metadata.values()
+    pairs = list(dict.fromkeys([*pairs, *(y for x in data for y in x["pairs"])]))
+    sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
+    table = {"title": "Side by side", "sizes": sizes, "edges": EDGES}
+    yield "side_by_side/index", common | table, "table_of_pairs.html"
+    for old, new in pairs:
+        context = common | {
+            "title": f"{old} and {new} side by side",
+            "old": old,
+            "new": new,
+            "size": sizes[old, new],
+            "count": len(hunks(old, new)),
+            "parts": parts(old, new, explain(old, new, explained)),
+        }
+        yield page_of(old, new), context, "side_by_side.html"
+    shown = {y for x in data for y in x["files"]}.union(*pairs)
+    for name in sorted(shown):
+        context = common | {
+            "title": name,
+            "parent": RUNGS.get(name),
+            "lines": "".join(plain_lines(name)),
+        }
+        yield source_page(name), context, "source.html"
+
+
+def setup(app):
+    app.connect("env-before-read-docs", read_all)
+    app.connect("source-read", add_links)
+    # Before Sphinx copies the files that are linked to (500).
+    app.connect("doctree-read", link_files, priority=400)
+    app.connect("html-collect-pages", make_pages)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,192 @@
+"""Two rungs side by side, as HTML: the changed stretches, and the others folded."""
+
+import difflib
+import functools
+import itertools
+import re
+from html import escape
+
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.token import STANDARD_TYPES
+from pygments.util import ClassNotFound
+
+from docs import build, diffs
+from docs.diffs import ROOT, RUNGS
+
+CONTEXT = 3  # unchanged lines that stay open on each side of a change
+SIMILAR = 0.5  # from here on, two lines are one line that was changed
+
+hunks = functools.cache(diffs.hunks)
+
+
+def slug(name):
+    return name.removesuffix(".py").replace("/", "-")
+
+
+def page_of(old, new):
+    return f"side_by_side/{slug(old)}--{slug(new)}"
+
+
+# Lines
+
+
+@functools.cache
+def token_lines(name):
+    """The lines of a file, each as a list of (CSS class, text), with line ends."""
+    text = (ROOT / name).read_text()
+    try:
+        lexer = get_lexer_for_filename(name, stripnl=False, ensurenl=False)
+    except ClassNotFound:
+        lexer = TextLexer(stripnl=False, ensurenl=False)
+    lines = [[]]
+    for token, value in lexer.get_tokens(text):
+        while token not in STANDARD_TYPES:
+            token = token.parent
+        for piece in re.findall(r"[^\n]*\n|[^\n]+", value):
+            lines[-1].append((STANDARD_TYPES[token], piece))
+            if piece.endswith("\n"):
+                lines.append([])
+    return lines if lines[-1] else lines[:-1]
+
+
+def line_html(tag, number, tokens, marked=()):
+    """A line in an element; `marked` are the places of its changed characters."""
+    out, place = [], 0
+    for css, text in tokens:
+        places = enumerate(text, place)
+        for is_marked, group in itertools.groupby(places, lambda x: x[0] in marked):
+            piece = escape("".join(x for _, x in group), quote=False)
+            kind = "mark" if is_marked and piece.strip() else "span"
+            if kind == "mark" or css not in ("", "w", "n", "p"):
+                piece = f'<{kind} class="{css}">{piece}</{kind}>'
+            out.append(piece)
+        place += len(text)
+    return f'<{tag} data-n="{number}">{"".join(out)}</{tag}>'
+
+
+@functools.cache
+def plain_lines(name):
+    """The HTML of all lines of a file."""
+    return [line_html("span", i, x) for i, x in enumerate(token_lines(name), 1)]
+
+
+def changed(tag, name, start, stop, marked):
+    """The HTML of the lines `start` to before `stop`, counted from 1."""
+    lines = enumerate(token_lines(name)[start - 1 : stop - 1], start)
+    return "".join(line_html(tag, i, x, marked.get(i, ())) for i, x in lines)
+
+
+# Words
+
+
+@functools.cache
+def likeness(one, other):
+    if not one or not other:
+        return 0
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    return matcher.ratio() if matcher.quick_ratio() >= SIMILAR else 0
+
+
+def similar_lines(gone, come, i=0, j=0):
+    """[(line of `gone`, line of `come`)]: the most alike, and so on on both sides."""
+    likenesses = {
+        (a, b): likeness(one.strip(), other.strip())
+        for a, one in enumerate(gone)
+        for b, other in enumerate(come)
+    }
+    a, b = max(likenesses, key=likenesses.get, default=(0, 0))
+    if likenesses.get((a, b), 0) < SIMILAR:
+        return []
+    before = similar_lines(gone[:a], come[:b], i, j)
+    after = similar_lines(gone[a + 1 :], come[b + 1 :], i + a + 1, j + b + 1)
+    return [*before, (i + a, j + b), *after]
+
+
+def changed_places(one, other):
+    """The places of the characters of `one`, and of `other`, in changed words."""
+    words = [re.findall(r"\w+|\s+|[^\w\s]", x) for x in (one, other)]
+    starts = [[0, *itertools.accumulate(map(len, x))] for x in words]
+    found = set(), set()
+    matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag != "equal":
+            found[0].update(range(starts[0][i1], starts[0][i2]))
+            found[1].update(range(starts[1][j1], starts[1][j2]))
+    return found
+
+
+# Explanations
+
+
+def path_between(old, new):
+    """The edges (parent, child) on the way from one rung to another in the tree."""
+    ways = [set(itertools.pairwise(build.depth(x))) for x in (old, new) if x in RUNGS]
+    if len(ways) < 2:  # a chapter's own scripts
+        return []
+    return sorted(ways[0] ^ ways[1], key=lambda edge: len(build.depth(edge[1])))
+
+
+def explain(old, new, explained):
+    """{hunk number: [(page, heading, anchor)]} of the diff between any two rungs.
+
+    Where no chapter has this diff, it is those of the hunks on the way from one rung to
+    the other that have a changed line in common with it, or its place.
+    """
+    places, own = {}, explained.get((old, new), {})
+    on_the_way = [
+        (hunk, explained[edge][hunk.number])
+        for edge in path_between(old, new)
+        for hunk in hunks(*edge)
+        if hunk.number in explained.get(edge, {})
+    ]
+    for hunk in hunks(old, new):
+        texts = {x for x in hunk.gone + hunk.come if x.strip()}
+        found = [p for h, p in on_the_way if texts.intersection(h.gone + h.come)]
+        found = found or [p for h, p in on_the_way if h.scope == hunk.scope]
+        if hunk.number in own:
+            found = [own[hunk.number]]
+        places[hunk.number] = list(dict.fromkeys(found))
+    return places
+
+
+# Parts
+
+
+def parts(old, new, places):
+    """What stands below each other on the page of two rungs."""
+    found, i, j = [], 1, 1
+    for hunk in hunks(old, new):
+        found += unchanged(old, new, i, j, hunk.old_start - i)
+        i, j = hunk.old_start + len(hunk.gone), hunk.new_start + len(hunk.come)
+        marks = {}, {}
+        for a, b in similar_lines(hunk.gone, hunk.come):
+            gone, come = changed_places(hunk.gone[a], hunk.come[b])
+            marks[0][hunk.old_start + a] = gone
+            marks[1][hunk.new_start + b] = come
+        gone = changed("del", old, hunk.old_start, i, marks[0])
+        come = changed("ins", new, hunk.new_start, j, marks[1])
+        part = {"kind": "hunk", "hunk": hunk, "places": places[hunk.number]}
+        found.append(part | {"old": gone, "new": come})
+    return found + unchanged(old, new, i, j, len(token_lines(old)) + 1 - i)
+
+
+def unchanged(old, new, i, j, count):
+    """`count` lines from `i` and `j` that are the same, folded but for the edges."""
+    last = i + count > len(token_lines(old))
+    top = 0 if i == 1 else CONTEXT
+    bottom = 0 if last else CONTEXT
+    if count <= top + bottom + 1:
+        top, bottom = count, 0
+    found = []
+    for kind, length in [
+        ("same", top),
+        ("fold", count - top - bottom),
+        ("same", bottom),
+    ]:
+        if length:
+            one = plain_lines(old)[i - 1 : i - 1 + length]
+            other = plain_lines(new)[j - 1 : j - 1 + length]
+            part = {"kind": kind, "count": length}
+            found.append(part | {"old": "".join(one), "new": "".join(other)})
+            i, j = i + length, j + length
+    return found
