@@ -68,6 +68,7 @@ class Hunk(NamedTuple):
         return [f"-{x}" for x in self.gone] + [f"+{x}" for x in self.come]
 
 
+@functools.cache
 def scopes(name):
     """[(first line, last line, name)] of a file's classes and functions, or Wrong."""
     try:

@@ -8,6 +8,7 @@ import functools
 import http.server
 import itertools
 import posixpath
+import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Page(HTMLParser):
         super().__init__()
         self.ids, self.links, self.loads = set(), [], []
         self.text = {"old": "", "new": "", "source": ""}
-        self.hunks, self.options, self.rows = {}, [], []
+        self.hunks, self.options = {}, []
         self.pre = self.line = self.hunk = None
         self.feed(path.read_text())
 
@@ -183,6 +184,20 @@ def content(name):
 
 
 # Read without a browser
+
+
+def test_a_wrong_marker_ends_the_build_with_one_line(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in [*RUNGS, "README.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    with (tmp_path / "docs/2_multigpu.md").open("a") as page:
+        page.write("\n<!-- end -->\n")
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "docs", "docs/_site"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("docs/2_multigpu.md:")
 
 
 def test_every_link_leads_somewhere(pages, site):
@@ -362,6 +377,26 @@ def test_no_barrier_is_found(visit, url):
         assert not found, f"{viewport['width']} pixels, {scheme}: {found[:3]}"
 
 
+def luminance(colour):
+    parts = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]
+    parts = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_line_numbers_and_signs_stand_out(visit, scheme):
+    """They are no text of the page, so that axe-core does not look at them."""
+    tab = visit(PAIR, color_scheme=scheme)
+    for line, part in itertools.product(("del", "ins"), ("::before", "::after")):
+        colours = tab.locator(line).first.evaluate(
+            "(x, part) => [getComputedStyle(x, part).color,"
+            " getComputedStyle(x).backgroundColor]",
+            part,
+        )
+        dark, light = sorted(map(luminance, colours))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (line, part, colours)
+
+
 VISIBLE_LINES = """() => [...document.querySelectorAll(".sbs [data-n]")]
     .filter((x) => x.checkVisibility({contentVisibilityAuto: true}))
     .filter((x) => x.getBoundingClientRect().height > 0)
@@ -383,6 +418,10 @@ def test_a_phone_shows_each_line_once(visit):
     tab.get_by_role("button", name="Unfold all").click()
     lines = [x.rstrip("\n") for x in tab.evaluate(VISIBLE_LINES)]
     assert lines == one_below_the_other(OLD, NEW)
+    both = tab.locator(".hunk").first
+    gone, come = [both.locator(x).bounding_box() for x in (".old", ".new")]
+    assert gone["x"] == come["x"]
+    assert gone["y"] + gone["height"] <= come["y"]
     signs = "x => getComputedStyle(x, '::after').content"
     assert tab.locator("del").first.evaluate(signs) == '"-"'
     assert tab.locator("ins").first.evaluate(signs) == '"+"'

@@ -6,22 +6,30 @@ repository that a chapter links to.
 """
 
 import html
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
-from sphinx.errors import ExtensionError
 
 from docs import build
-from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines
+from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines, hunks
 from docs.site.side_by_side import (
     explain,
-    hunks,
     page_of,
     parts,
     plain_lines,
     slug,
 )
+
+
+def check_pages(app):
+    """A wrong marker ends the build with one line, and not with Sphinx's fifty."""
+    try:
+        build.explanations()
+    except Wrong as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def read_all(app, env, docnames):
@@ -32,10 +40,7 @@ def read_all(app, env, docnames):
 def add_links(app, docname, source):
     """Below each diff a link to it side by side; in the first page all the others."""
     lines = source[0].splitlines()
-    try:
-        page = build.parse(f"docs/{docname}.md", lines)
-    except Wrong as error:
-        raise ExtensionError(str(error)) from None
+    page = build.parse(f"docs/{docname}.md", lines)
     blocks = [x for x in page.blocks if x.kind == "diff"]
     app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks]
     for block in reversed(blocks):
@@ -86,10 +91,7 @@ def source_page(name):
 def make_pages(app):
     """The pages that are not made from Markdown."""
     yield "index", {"start": app.config.root_doc}, "redirect.html"
-    try:
-        explained = build.explanations()
-    except Wrong as error:
-        raise ExtensionError(str(error)) from None
+    explained = build.explanations()
     rungs = sorted(RUNGS, key=build.depth)
     common = {"rungs": rungs, "slug": slug, "page_of": page_of, "source": source_page}
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
@@ -119,6 +121,7 @@ def make_pages(app):
 
 
 def setup(app):
+    app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
     app.connect("source-read", add_links)
     # Before Sphinx copies the files that are linked to (500).

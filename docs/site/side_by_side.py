@@ -10,13 +10,11 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-from docs import build, diffs
-from docs.diffs import ROOT, RUNGS
+from docs import build
+from docs.diffs import ROOT, RUNGS, hunks
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 SIMILAR = 0.5  # from here on, two lines are one line that was changed
-
-hunks = functools.cache(diffs.hunks)
 
 
 def slug(name):
