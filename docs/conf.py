@@ -10,7 +10,7 @@ html_title = project
 extensions = ["myst_parser", "docs.site"]
 root_doc = "0_intro"
 include_patterns = ["*.md"]
-myst_heading_anchors = 6  # docs.build.slug gives the same anchors
+myst_heading_anchors = 6  # docs.pages.slug gives the same anchors
 
 templates_path = ["site/templates"]
 html_static_path = ["site/static"]

@@ -14,16 +14,32 @@ class Wrong(Exception):
     """Bad input: its message is the one line to print before exit status 2."""
 
 
+def read_lines(name):
+    """The lines of a text file of this repository, without their ends, or Wrong."""
+    try:
+        text = (ROOT / name).read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Wrong(f"{name}:1: cannot be read: {error}") from None
+    lines = text.removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if re.search("[\0\r\f\v\u2028\ufeff]", line):
+            raise Wrong(
+                f"{name}:{number}: a line ends with LF and has no control codes"
+            )
+    return lines
+
+
 def docstring(path):
     """The text of a script's docstring, or "" if it does not begin with one."""
-    found = re.match(r'"""(.*?)"""', Path(path).read_text(), re.S)
-    return found[1] if found else ""
+    text = Path(path).read_bytes().decode(errors="replace")
+    found = re.match(r"""(?:#.*\n|\s)*("{3}|'{3})(.*?)\1""", text, re.S)
+    return found[2] if found else ""
 
 
 def find_rungs():
     """{name: parent name or None} of every script that names its parent."""
     rungs = {}
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]):
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
         parent = re.search(r"Parent: (\S+)", docstring(path))
         if parent:
             name = str(path.relative_to(ROOT))
@@ -35,12 +51,33 @@ RUNGS = find_rungs()
 EDGES = [(parent, child) for child, parent in RUNGS.items() if parent]
 
 
-def read_lines(name):
-    """The lines of a file of this repository, or Wrong."""
-    path = ROOT / name
-    if not path.is_file():
-        raise Wrong(f"there is no file {name}")
-    return path.read_text().splitlines()
+def check_rungs():
+    """Raise Wrong unless all scripts are on one tree: one has no parent."""
+    for path in ROOT.glob("variants/**/*.py"):
+        name = str(path.relative_to(ROOT))
+        if name not in RUNGS and path.name != "__init__.py":
+            raise Wrong(
+                f"{name}:1: the docstring names no parent (Parent: multinode.py)"
+            )
+    for name, parent in RUNGS.items():
+        above = []
+        while parent:
+            if parent not in RUNGS:
+                raise Wrong(f"{name}:1: its parent {parent} is no rung")
+            if parent in above:
+                raise Wrong(f"{name}:1: its parents go round in a circle")
+            above.append(parent)
+            parent = RUNGS[parent]
+    if list(RUNGS.values()).count(None) != 1:
+        raise Wrong("single_gpu.py:1: one rung has no parent (Parent: none), not more")
+
+
+def depth(name):
+    """Where a rung stands in the tree: its ancestors' names, then its own."""
+    path = []
+    while name:
+        path, name = [name, *path], RUNGS[name]
+    return path
 
 
 def unified(old, new, context=3):
@@ -72,7 +109,7 @@ class Hunk(NamedTuple):
 def scopes(name):
     """[(first line, last line, name)] of a file's classes and functions, or Wrong."""
     try:
-        tree = ast.parse((ROOT / name).read_text())
+        tree = ast.parse("\n".join(read_lines(name)))
     except SyntaxError as error:
         raise Wrong(f"{name}:{error.lineno}: {error.msg}") from None
     kinds = ast.ClassDef, ast.FunctionDef

@@ -3,14 +3,14 @@
     python -m tests.lines [--jobs N] [PARENT CHILD]
 
 Takes each statement that a rung's diff adds back out again, one at a time, runs the
-tests on what is left, and prints which of them misses it. A statement that replaces one
-of the parent's becomes that one again; an `if` goes with its body, and also alone; a
-function goes whole, and statement by statement. Tests marked `text` do not count: they
-compare files, and so would miss any line. Exit status 1 if no test misses a statement.
+tests on what is left, and prints which of them fails. A statement that replaces one of
+the parent's becomes that one again; an `if` goes with its body, and also alone; a
+function goes whole, and statement by statement; lines that are only taken away are put
+back. Tests marked `text` do not count: they compare files, and so fail for any line.
 
-The tests that the line's chapter names run first, and one of them must miss it: else
-the chapter is wrong. Run pytest first: a test that misses a line says something only if
-it passes with it.
+The tests that the line's explanation names run first, and one of them must fail: else
+the chapter is wrong. Exit status 1 if no test fails, or none that is named. Run pytest
+first: a test that fails without a line says something only if it passes with it.
 """
 
 import argparse
@@ -46,8 +46,11 @@ def mutations(parent, child):
     """[(line number, what is taken out, the text without it)] of two files' texts."""
     old, new = parent.splitlines(), child.splitlines()
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    put_back = []  # (index in the child, lines that are only the parent's)
     replaced, hunks = {}, {}  # by an added line's number: the parent's lines, the hunk
     for _, i1, i2, j1, j2 in matcher.get_opcodes():
+        if j1 == j2 and i1 < i2:
+            put_back.append((j1, old[i1:i2]))
         if old[i1:i2] != new[j1:j2]:
             gone = [x.strip() for x in old[i1:i2] if x.strip()]
             replaced |= {j + 1: gone for j in range(j1, j2) if new[j].strip()}
@@ -93,6 +96,9 @@ def mutations(parent, child):
             without(lines[0], lines[-1], body.splitlines())
     for line in sorted(set(replaced) - covered):  # a header or the like
         take_out(line, line)
+    for at, lines in put_back:
+        text = "\n".join([*new[:at], *lines, *new[at:]]) + "\n"
+        found[text] = at + 1, f"(put back) {' '.join(x.strip() for x in lines)}"
     cases = [(line, what, text) for text, (line, what) in found.items()]
     return sorted(cases, key=lambda case: case[:2])
 
@@ -107,7 +113,7 @@ def test_files(root):
 def named_tests(parent, child, line):
     """The tests that are named where the chapters explain this line of the child."""
     for hunk in hunks(parent, child):
-        if hunk.new_start <= line < hunk.new_start + len(hunk.come):
+        if hunk.new_start <= line < hunk.new_start + max(1, len(hunk.come)):
             return explained_by(parent, child)[hunk.number]
     raise AssertionError(f"{child}:{line} is in no hunk")
 

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
-from docs.build import TEST, copy_repository, page_names, parse, same
+from docs.build import TEST
+from docs.commands import copy_repository, same
 from docs.diffs import EDGES, ROOT, RUNGS, changed_lines, docstring, hunks
+from docs.pages import page_names, parse
 from tests.rungs import commands
 
 PAGES = page_names()
@@ -62,7 +64,7 @@ def test_links_lead_somewhere(page):
         path = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         assert path.exists(), target
         if anchor:
-            anchors = [x[3] for x in parse(str(path.relative_to(ROOT))).headings]
+            anchors = [x[2] for x in parse(str(path.relative_to(ROOT))).headings]
             assert anchor in anchors, target
 
 
@@ -120,9 +122,11 @@ NOT_FRESH = {
     "no why": (CHAPTER, "**Why.** All processes", "All processes"),
     "no test": (
         CHAPTER,
-        "in between each other's lines:\n`tests/test_probe.py::test_one_rank_prints`.",
-        "in between each other's lines.",
+        "half of the effective batch:\n`tests/test_probe.py::test_one_rank_prints`.",
+        "half of the effective batch.",
     ),
+    "no such test": (CHAPTER, "`tests/test_input.py::test_bad_nprocs`", "`tests/x.py`"),
+    "an empty what": (CHAPTER, "**What.** The training step", "**What.** **Why.** The"),
     "two diffs, one heading": (CHAPTER, "## Forward through the wrapper\n", ""),
     "a table typed": ("README.md", "| 45, compared with single_gpu.py |", "| 9 |"),
 }
@@ -175,6 +179,37 @@ WRONG = {
     "a command without fence": (DIFFS, f"    pip install torch\n\n{DIFFS}"),
     "a reason without commands": (DIFFS, f"<!-- not run here: why -->\n\n{DIFFS}"),
     "a file without text": (DIFFS, f"<!-- file x.py -->\n\n{DIFFS}"),
+    "a file elsewhere": (DIFFS, f"<!-- file ../x.py -->\n```python\n```\n{DIFFS}"),
+    "a file that is there": (DIFFS, f"<!-- file utils.py -->\n```sh\n```\n{DIFFS}"),
+    "another fence": (DIFFS, f"~~~diff\n+x\n~~~\n\n{DIFFS}"),
+    "an indented fence": (DIFFS, f"  ```diff\n  +x\n  ```\n\n{DIFFS}"),
+    "a fence in a list": (DIFFS, f"- ```diff\n  +x\n  ```\n\n{DIFFS}"),
+    "a fence in a quote": (DIFFS, f"> ```diff\n> +x\n> ```\n\n{DIFFS}"),
+    "HTML": (DIFFS, f"<pre>\n+x\n</pre>\n\n{DIFFS}"),
+    "a tab": (DIFFS, f"\t+x\n\n{DIFFS}"),
+    "a diff as text": (DIFFS, f"```text\n+x\n```\n\n{DIFFS}"),
+    "output as text": (DIFFS, f"```text\n$ python x.py\n```\n\n{DIFFS}"),
+    "no command": (DIFFS, f"```sh\n```\n\n{DIFFS}"),
+    "a heredoc": (DIFFS, f"```sh\ncat <<E\nE\n```\n\n{DIFFS}"),
+    "context around hunks": (DIFFS, DIFFS.replace("diff", "diff -U0", 1)),
+    "carriage return": (DIFFS, f"x\r\n{DIFFS}"),
+    "a fault in no script": (
+        DIFFS,
+        f"<!-- run with `a` as `b`: ls -->\n<!-- end -->\n\n{DIFFS}",
+    ),
+    "a fault in no place": (
+        DIFFS,
+        f"<!-- run with `x y z` as ``: grep x utils.py -->\n<!-- end -->\n\n{DIFFS}",
+    ),
+    "a fault in many places": (
+        DIFFS,
+        f"<!-- run with `rank` as `x`: ls multigpu.py -->\n<!-- end -->\n\n{DIFFS}",
+    ),
+    "half a fault": (
+        DIFFS,
+        "<!-- run with `import gc` as `` with `x`: ls multigpu.py -->\n<!-- end -->\n\n"
+        + DIFFS,
+    ),
 }
 
 
@@ -189,6 +224,44 @@ def test_bad_input(copy, fault):
     assert status == 2
     assert re.fullmatch(r"docs\.build: error: docs/2_multigpu\.md:\d+: .+\n", said)
     assert files(copy) == before
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("docs/page.md", b"\xff\xfe\x00"),
+        ("docs/sub/page.md", b"```diff\n+x\n```\n"),
+        ("docs/page.md", DIFFS.encode() + b"\n<!-- end -->\n"),  # no heading above
+        ("variants/x.py", b"print()\n"),
+        ("variants/x.py", b'"""X. Parent: nosuch.py"""\n'),
+        ("variants/x.py", b'"""X. Parent: variants/x.py"""\n'),
+        ("variants/x.py", b'"""X. Parent: none"""\n'),
+        ("variants/x.py", b'"""X.\n\nParent: multinode.py\n"""\n\xff'),
+        ("README.md", None),
+    ],
+)
+def test_bad_files(copy, name, content):
+    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy / name).unlink(missing_ok=True)
+    if content:
+        (copy / name).write_bytes(content)
+    before = files(copy)
+    status, said = build(copy, "--diffs")
+    assert status == 2
+    assert re.fullmatch(r"docs\.build: error: [\w./]+:\d+: .+\n", said)
+    assert files(copy) == before
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("start", ["'" * 3, "#!/usr/bin/env python\n" + "'" * 3])
+def test_a_rung_is_found_however_it_begins(copy, start):
+    (copy / "variants").mkdir(exist_ok=True)
+    text = f"{start}New.\n\nParent: multinode.py\n{start[-3:]}\n"
+    (copy / "variants/new.py").write_text(text)
+    status, said = build(copy, "--check", "--diffs")
+    assert status == 1
+    assert "variants/new.py:1: no chapter explains" in said
 
 
 @pytest.mark.text
@@ -211,19 +284,36 @@ OUTPUT = {  # what a page holds, and what is said of it
     "another number": (RUN.replace("\n0.5", "\n0.502"), (1, ": stale")),
     "another word": (RUN.replace("\n0.5", "\nhalf"), (1, ": stale")),
     "no such program": (RUN.replace("echo", "nosuch"), (1, "exit status 127")),
-    "a fault": (
-        "<!-- run with `lr=0.001` as `lr=0.0`: grep -o lr=0.0, multigpu.py -->\n"
-        "```console\n# multigpu.py: lr=0.0 for lr=0.001\n"
-        "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
+    "it fails": (RUN.replace("run echo", "run ! echo"), (1, "exit status 1")),
+    "it fails in a pipe": (RUN.replace("run", "run false |"), (1, "exit status 1")),
+    "it fails otherwise": (
+        RUN.replace("run", "run (exit status 2)"),
+        (1, "echo 0.5: exit status 0"),
+    ),
+    "as it should": (
+        RUN.replace("run echo 0.5", "run (exit status 1) echo 0.5; false").replace(
+            "$ echo 0.5", "$ echo 0.5; false"
+        ),
         (0, ""),
     ),
-    "no such place": (
-        "<!-- run with `nosuch` as ``: grep -c . multigpu.py -->\n<!-- end -->\n",
-        (2, "no such marker"),
+    "it prints nothing": (
+        RUN.replace("run echo 0.5", "run true"),
+        (1, "prints nothing"),
     ),
-    "not once": (
-        "<!-- run with `rank` as `x`: grep -c . multigpu.py -->\n<!-- end -->\n",
-        (2, "times, not once"),
+    "it prints a marker": (
+        RUN.replace("run echo 0.5", "run echo '<!-- x'"),
+        (1, "prints a fence or a marker"),
+    ),
+    "it does not end": (RUN.replace("run", "run sleep 60;"), (1, "exit status 124")),
+    "it leaves a process": (
+        RUN.replace("run", "run setsid sleep 60 &"),
+        (1, "exit status 124"),
+    ),
+    "a fault": (
+        "<!-- run with `lr=0.001` as `lr=0.0`: grep -o lr=0.0, multigpu.py -->\n"
+        "```console\n# in multigpu.py, lr=0.0 for lr=0.001\n"
+        "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
+        (0, ""),
     ),
     "its file": (
         "<!-- file x.txt -->\n```text\n7.5\n```\n<!-- run cat x.txt -->\n"
@@ -254,10 +344,15 @@ OUTPUT = {  # what a page holds, and what is said of it
 
 @pytest.mark.text
 @pytest.mark.parametrize("case", OUTPUT)
-def test_output_and_commands(copy, case):
+def test_output_and_commands(copy, case, monkeypatch):
+    """Output is compared; that of a command that fails is not taken for output."""
+    monkeypatch.setenv("DOCS_TIMEOUT_S", "8")
+    check = "stale" in OUTPUT[case][1][1]
     text, (expected, words) = OUTPUT[case]
     (copy / "docs/page.md").write_text(f"# Page\n\n{text}")
-    status, said = build(copy, "--check", "--only", "page")
+    before = files(copy)
+    status, said = build(copy, *["--check"] * check, "--only", "page")
+    assert files(copy) == before
     assert (status, words in said) == (expected, True), said
 
 

@@ -135,6 +135,12 @@ def test_bad_nprocs(args, tmp_path):
     assert line == f"argument --nprocs: '{args}' is not a whole number above 0"
 
 
+def test_multinode_has_no_nprocs(tmp_path):
+    """torchrun has it: as a flag of the script it would do nothing."""
+    line = refused("multinode.py", tmp_path, 5, 1, "--nprocs", 2)
+    assert line == "unrecognized arguments: --nprocs 2"
+
+
 def test_multinode_without_torchrun_says_what_to_type(tmp_path):
     line = refused("multinode.py", tmp_path, 5, 1, **dict.fromkeys(TORCHRUN))
     assert line.endswith("torchrun --standalone --nproc-per-node=2 multinode.py 50 10")

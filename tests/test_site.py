@@ -34,8 +34,9 @@ from docs.diffs import (  # noqa: E402
     hunks,
     read_lines,
 )
+from docs.pages import page_names, parse  # noqa: E402
 
-CHAPTERS = [build.parse(x) for x in build.page_names() if x.startswith("docs/")]
+CHAPTERS = [parse(x) for x in page_names() if x.startswith("docs/")]
 DIFFS = {(x.old, x.new) for page in CHAPTERS for x in page.blocks if x.kind == "diff"}
 RUNG_PAIRS = list(itertools.permutations(RUNGS, 2))
 PAIRS = sorted(DIFFS.union(RUNG_PAIRS))

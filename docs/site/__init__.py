@@ -12,8 +12,8 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
-from docs import build
-from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines, hunks
+from docs import build, pages
+from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines, depth, hunks
 from docs.site.side_by_side import (
     explain,
     page_of,
@@ -40,7 +40,7 @@ def read_all(app, env, docnames):
 def add_links(app, docname, source):
     """Below each diff a link to it side by side; in the first page all the others."""
     lines = source[0].splitlines()
-    page = build.parse(f"docs/{docname}.md", lines)
+    page = pages.parse(f"docs/{docname}.md", lines)
     blocks = [x for x in page.blocks if x.kind == "diff"]
     app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks]
     for block in reversed(blocks):
@@ -92,7 +92,7 @@ def make_pages(app):
     """The pages that are not made from Markdown."""
     yield "index", {"start": app.config.root_doc}, "redirect.html"
     explained = build.explanations()
-    rungs = sorted(RUNGS, key=build.depth)
+    rungs = sorted(RUNGS, key=depth)
     common = {"rungs": rungs, "slug": slug, "page_of": page_of, "source": source_page}
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     data = app.env.metadata.values()

@@ -10,8 +10,7 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-from docs import build
-from docs.diffs import ROOT, RUNGS, hunks
+from docs.diffs import ROOT, RUNGS, depth, hunks
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 SIMILAR = 0.5  # from here on, two lines are one line that was changed
@@ -118,10 +117,10 @@ def changed_places(one, other):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one rung to another in the tree."""
-    ways = [set(itertools.pairwise(build.depth(x))) for x in (old, new) if x in RUNGS]
+    ways = [set(itertools.pairwise(depth(x))) for x in (old, new) if x in RUNGS]
     if len(ways) < 2:  # a chapter's own scripts
         return []
-    return sorted(ways[0] ^ ways[1], key=lambda edge: len(build.depth(edge[1])))
+    return sorted(ways[0] ^ ways[1], key=lambda edge: len(depth(edge[1])))
 
 
 def explain(old, new, explained):

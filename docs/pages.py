@@ -1,0 +1,199 @@
+"""The Markdown pages: their headings, markers and commands; see docs/build.py."""
+
+import re
+from dataclasses import dataclass, field
+
+from docs.diffs import ROOT, Wrong, hunks, read_lines
+
+END = "<!-- end -->"
+DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
+WHOLE = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
+RUN = r"run(?: \(exit status (\d+)\))?((?: with `[^`]+` as `[^`]*`)+:)? ((?!with )\S.*)"
+TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
+    "a diff": r"[-+@]",
+    "a command or its output": r"[$] |epoch \d",
+}
+
+
+@dataclass
+class Block:
+    """A marker at `line` (from 1), and the index of the end marker's line."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+    end: int = 0
+    heading: str = ""
+    anchor: str = ""
+    old: str = ""
+    new: str = ""
+    context: int = 0
+    hunks: list = field(default_factory=list)
+    status: int = 0
+    faults: list = field(default_factory=list)  # (old, new) in the command's script
+    script: str = ""
+
+    def wrong(self, message):
+        return Wrong(f"{self.page}:{self.line}: {message}")
+
+
+@dataclass
+class Page:
+    name: str
+    lines: list
+    blocks: list = field(default_factory=list)
+    headings: list = field(default_factory=list)  # (line, text, anchor)
+    files: dict = field(default_factory=dict)  # for the commands of this page
+    commands: list = field(default_factory=list)  # (line, command, why not run or "")
+
+    def section(self, block):
+        """The text from the block's heading to the next, without what is generated."""
+        starts = [line for line, *_ in self.headings]
+        first = max(line for line in starts if line <= block.line)
+        last = min([x for x in starts if x > block.line], default=len(self.lines) + 1)
+        text = "\n".join(self.lines[first - 1 : last - 1])
+        return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def slug(heading, taken):
+    """The anchor that code hosts and MyST give to a heading."""
+    text = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+    number = taken[text] = taken.get(text, -1) + 1
+    return f"{text}-{number}" if number else text
+
+
+def page_names():
+    pages = sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("docs/**/*.md"))
+    return ["README.md", *pages]
+
+
+def parse(name, lines=None):
+    """Find the headings, markers and commands of a page, or raise Wrong."""
+    page = Page(name, read_lines(name) if lines is None else lines)
+    lines, taken, i = page.lines, {}, 0
+    pending = None  # a `file` or `not run here` marker that waits for its fence
+    while i < len(lines):
+        line = lines[i]
+        if pending and not line.startswith("```"):
+            raise pending.wrong("no fence stands directly below this marker")
+        if heading := re.match(r"#+ (.*)", line):
+            page.headings.append((i + 1, heading[1], slug(heading[1], taken)))
+        elif line.startswith("```"):
+            i = read_fence(page, i, pending)
+            pending = None
+        elif line.startswith("<!--"):
+            block = read_marker(page, i + 1, line)
+            if block.kind in ("file", "not run here"):
+                pending = block
+            else:
+                i = block.end = find_end(block, lines)
+                page.blocks.append(block)
+        elif re.match(r" {4}|\t|<pre|.*(~~~|```)|(=+|---+) *$", line):
+            what = "code that is not in a fence of its own (```sh), or an underline"
+            raise Wrong(f"{name}:{i + 1}: {what}")
+        i += 1
+    return page
+
+
+def read_fence(page, first, marker):
+    """Note what the fence at index `first` holds; return the index of its end."""
+    lines, at = page.lines, f"{page.name}:{first + 1}"
+    ticks, kind = re.match(r"(`+)(.*)", lines[first]).groups()
+    if ticks not in lines[first + 1 :]:
+        raise Wrong(f"{at}: a fence without end")
+    last = lines.index(ticks, first + 1)
+    body = lines[first + 1 : last]
+    if kind not in ("sh", "python", "text"):
+        kinds = "sh, python or text (diffs and output stand between markers)"
+        raise Wrong(f"{at}: a fence is one of {kinds}")
+    if marker and marker.kind == "file":
+        page.files[marker.text] = "\n".join(body) + "\n"
+    elif kind == "sh":
+        text = "\n".join(body).replace("\\\n", " ")
+        commands = [" ".join(x.split()) for x in text.splitlines() if x.strip()]
+        if not commands or "<<" in text:
+            raise Wrong(f"{at}: a fence of sh holds one command a line")
+        page.commands += [
+            (first + 1, x, marker.text if marker else "") for x in commands
+        ]
+    elif marker:
+        raise marker.wrong("the fence below is not one of sh")
+    elif kind == "text":
+        for what, pattern in TYPED.items():
+            if any(re.match(pattern, x) for x in body):
+                raise Wrong(f"{at}: {what}, typed: those are generated")
+    return last
+
+
+def read_marker(page, number, line):
+    """The Block of a marker's line, checked against the files that it names."""
+    found = re.fullmatch(r"<!-- (.*?) -->", line)
+    if not found:
+        raise Wrong(f"{page.name}:{number}: a marker is a comment of one line")
+    block = Block(page.name, number, "", found[1])
+    if page.headings:
+        _, block.heading, block.anchor = page.headings[-1]
+    if found := re.fullmatch("not run here: (.+)", block.text):
+        block.kind, block.text = "not run here", found[1]
+    elif found := re.fullmatch(r"file ([\w-]+\.\w+)", block.text):
+        block.kind, block.text = "file", found[1]
+        if (ROOT / block.text).exists():
+            raise block.wrong(f"{block.text} is a file of this repository already")
+    elif block.text == "rungs":
+        block.kind = "rungs"
+    elif found := re.fullmatch(RUN, block.text):
+        block.kind, block.status = "run", int(found[1] or 0)
+        block.text = found[3]
+        block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found[2] or "")
+        check_faults(page, block)
+    elif found := re.fullmatch(WHOLE, block.text) or re.fullmatch(DIFF, block.text):
+        found = found.groupdict()
+        block.kind, block.old, block.new = "diff", found["old"], found["new"]
+        block.context = int(found.get("context") or 3)
+        find_hunks(block, re.findall(r"`([^`]+)`", found.get("texts") or ""))
+    elif block.text == "end":
+        raise block.wrong("an end without its marker")
+    else:
+        raise block.wrong(f"no such marker: {line}")
+    return block
+
+
+def check_faults(page, block):
+    """The script of the command has each text that is to be replaced just once."""
+    if not block.faults:
+        return
+    script = re.search(r"\S+\.py", block.text)
+    if not script:
+        raise block.wrong("the command names no script to put the fault into")
+    block.script = script[0]
+    text = page.files.get(block.script) or "\n".join(read_lines(block.script))
+    for old, _ in block.faults:
+        if text.count(old) != 1:
+            count = text.count(old)
+            raise block.wrong(f"{block.script} has {old!r} {count} times, not once")
+
+
+def find_hunks(block, texts):
+    """Note the hunks of the block's diff that have these texts in them."""
+    try:
+        there = hunks(block.old, block.new)
+    except Wrong as error:
+        raise block.wrong(error) from None
+    for text in texts:
+        have = [x for x in there if any(text in line[1:] for line in x.lines)]
+        if len(have) != 1:
+            where = f"the diff from {block.old} to {block.new}"
+            raise block.wrong(f"{text!r} is in {len(have)} hunks of {where}, not 1")
+        block.hunks += have
+    if texts and not block.heading:
+        raise block.wrong("there is no heading above these hunks")
+
+
+def find_end(block, lines):
+    for i in range(block.line, len(lines)):
+        if lines[i] == END:
+            return i
+        if lines[i].startswith("<!--"):
+            break
+    raise block.wrong(f"this marker has no {END}")
