@@ -119,7 +119,10 @@ def parse_flags(command):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    lines = [f"# in {block.script}, {b or 'nothing'} for {a}" for a, b in block.faults]
+    lines = [
+        f"# in {block.script}: {new or 'nothing'} instead of {old}"
+        for old, new in block.faults
+    ]
     lines += [f"$ {block.text}", *(x.rstrip() for x in output.splitlines())]
     return ["```console", *lines, "```"]
 

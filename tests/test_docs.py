@@ -311,7 +311,7 @@ OUTPUT = {  # what a page holds, and what is said of it
     ),
     "a fault": (
         "<!-- run with `lr=0.001` as `lr=0.0`: grep -o lr=0.0, multigpu.py -->\n"
-        "```console\n# in multigpu.py, lr=0.0 for lr=0.001\n"
+        "```console\n# in multigpu.py: lr=0.0 instead of lr=0.001\n"
         "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
         (0, ""),
     ),
