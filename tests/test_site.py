@@ -40,7 +40,6 @@ CHAPTERS = [parse(x) for x in page_names() if x.startswith("docs/")]
 DIFFS = {(x.old, x.new) for page in CHAPTERS for x in page.blocks if x.kind == "diff"}
 RUNG_PAIRS = list(itertools.permutations(RUNGS, 2))
 PAIRS = sorted(DIFFS.union(RUNG_PAIRS))
-CYCLE = list(itertools.pairwise([*RUNGS, next(iter(RUNGS))]))  # each rung on each side
 OLD, NEW = EDGES[0]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
@@ -303,14 +302,17 @@ def test_every_other_page_loads_without_errors(pages, visit, address):
             assert tab.goto(address + name).ok
 
 
-def test_the_choice_leads_to_every_rung_on_both_sides(visit):
+def test_the_choice_shows_any_two_rungs(visit):
     tab = visit(PAIR)
-    for old, new in CYCLE:
+    for old, new in RUNG_PAIRS:
         for name, rung in (("old", old), ("new", new)):
             tab.locator(f"select[name={name}]").select_option(label=rung)
         with tab.expect_navigation():
             tab.get_by_role("button", name="Show").press("Enter")
         assert tab.url.endswith("/" + url_of(old, new))
+        for side, rung in (("old", old), ("new", new)):
+            texts = tab.locator(f".sbs pre.{side}").all_text_contents()
+            assert "".join(texts).encode() == content(rung)
     tab.get_by_role("link", name="Swap the sides").click()
     tab.wait_for_url("**/" + url_of(new, old))
 
@@ -490,7 +492,7 @@ def test_print_shows_all_lines_and_no_controls(visit):
 
 def test_without_javascript_all_can_be_read(visit):
     tab = visit("side_by_side/index.html", java_script_enabled=False)
-    for old, new in CYCLE:
+    for old, new in RUNG_PAIRS:
         label = f"{len(changed_lines(old, new))} changed lines from {old} to {new}"
         assert tab.get_by_role("link", name=label).is_visible()
     tab.get_by_role("link", name=f"changed lines from {OLD} to {NEW}").click()
