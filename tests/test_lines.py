@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from docs.diffs import EDGES, ROOT, changed_lines
+from docs.diffs import EDGES, ROOT, changed_lines, hunks
 from tests.lines import copy_tree, mutations
 
 
@@ -24,8 +24,8 @@ def planted(tmp_path):
 
 def lines(root, only):
     """(exit status, output) of the proof for what has `only` in it, by test_diff."""
-    command = [sys.executable, "-m", "tests.lines", "--root", root, "--only", only]
-    command += ["--tests", "test_diff", "single_gpu.py", "multigpu.py"]
+    command = [sys.executable, "-m", "tests.lines", "single_gpu.py", "multigpu.py"]
+    command += ["--root", root, "--only", only, "--tests", "test_diff"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -44,6 +44,13 @@ def test_a_useful_line_is_missed(planted):
     assert "1 statements to take out" in out
     assert "tests/test_diff.py::" in out
     assert status == 0
+
+
+@pytest.mark.parametrize(("parent", "child"), EDGES)
+def test_every_line_that_is_only_taken_away_is_put_back(parent, child):
+    texts = [(ROOT / name).read_text() for name in (parent, child)]
+    back = [what for _, what, _ in mutations(*texts) if what.startswith("(put back)")]
+    assert len(back) == len([x for x in hunks(parent, child) if not x.come])
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)
