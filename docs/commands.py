@@ -119,12 +119,13 @@ def parse_flags(command):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    lines = [
-        f"# in {block.script}: {new or 'nothing'} instead of {old}"
+    said = [
+        f"`{new}` instead of `{old}`" if new else f"without `{old}`"
         for old, new in block.faults
     ]
-    lines += [f"$ {block.text}", *(x.rstrip() for x in output.splitlines())]
-    return ["```console", *lines, "```"]
+    above = [f"With {block.script} changed: {', and '.join(said)}.", ""] if said else []
+    lines = [f"$ {block.text}", *(x.rstrip() for x in output.splitlines())]
+    return [*above, "```console", *lines, "```"]
 
 
 def what_is_wrong(block, status, output):

@@ -69,6 +69,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_pictures_have_alternative_texts_of_one_line(page):
+    """Of several, the site would join the words at the line ends."""
+    text = text_of(page)
+    assert text.count("![") == len(re.findall(r"!\[[^\]\n]{20,}\]\(", text))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_tests_that_are_named_exist(page):
     for name in TEST.findall(text_of(page)):
         path, _, function = name.partition("::")
@@ -311,7 +318,7 @@ OUTPUT = {  # what a page holds, and what is said of it
     ),
     "a fault": (
         "<!-- run with `lr=0.001` as `lr=0.0`: grep -o lr=0.0, multigpu.py -->\n"
-        "```console\n# in multigpu.py: lr=0.0 instead of lr=0.001\n"
+        "With multigpu.py changed: `lr=0.0` instead of `lr=0.001`.\n\n```console\n"
         "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
         (0, ""),
     ),

@@ -317,6 +317,19 @@ def test_the_choice_shows_any_two_rungs(visit):
     tab.wait_for_url("**/" + url_of(new, old))
 
 
+def test_a_copy_that_fails_is_not_called_done(visit):
+    tab = visit(PAIR)
+    tab.evaluate("navigator.clipboard.writeText = () => Promise.reject()")
+    tab.evaluate("document.execCommand = () => false")
+    tab.get_by_role("button", name=f"Copy {NEW}").click()
+    tab.get_by_text("Not copied").wait_for()
+
+
+def test_the_start_leads_to_the_pairs(pages):
+    links = pages["0_intro.html"].links
+    assert {*(url_of(*x) for x in EDGES), "side_by_side/index.html"} <= set(links)
+
+
 def test_the_same_file_twice_is_answered(visit):
     tab = visit(PAIR)
     tab.locator("select[name=new]").select_option(label=OLD)
@@ -484,6 +497,7 @@ def test_print_shows_all_lines_and_no_controls(visit):
         assert not tab.locator(part).is_visible()
     ink = "x => getComputedStyle(x).color"
     assert tab.locator(".names").evaluate(ink) == "rgb(0, 0, 0)"
+    assert not tab.locator(".skip-to-content").is_visible()
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert tab.locator("details[open]").count() == folds.count()
     tab.evaluate("dispatchEvent(new Event('afterprint'))")
@@ -528,5 +542,10 @@ def test_the_drawer_opens_by_key(visit):
     tab = visit("2_multigpu.html", viewport=PHONE)
     link = tab.locator(".sidebar-tree a").first
     assert not link.is_visible()
-    tab.locator(".nav-overlay-icon").press("Enter")
+    label = tab.locator(".nav-overlay-icon")
+    label.press("Enter")
     assert link.is_visible()
+    assert label.get_attribute("aria-expanded") == "true"
+    tab.keyboard.press("Escape")
+    tab.wait_for_function("!document.getElementById('__navigation').checked")
+    assert label.get_attribute("aria-expanded") == "false"

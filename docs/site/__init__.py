@@ -41,6 +41,13 @@ def add_links(app, docname, source):
     """Below each diff a link to it side by side; in the first page all the others."""
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
+    for block in reversed(page.blocks):
+        if block.kind == "rungs":
+            pairs = [*map(link_to_pair, EDGES), ("side_by_side/index.html", "any two")]
+            links = [f'<a href="{url}">{text}</a>' for url, text in pairs]
+            text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
+            lines[block.end + 1 : block.end + 1] = ["", text, ""]
+            page = pages.parse(f"docs/{docname}.md", lines)
     blocks = [x for x in page.blocks if x.kind == "diff"]
     app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks]
     for block in reversed(blocks):
@@ -49,13 +56,17 @@ def add_links(app, docname, source):
         links = [
             f'<a href="{url}#hunk-{x.number}">change {x.number} of {total}</a>'
             for x in block.hunks
-        ] or [f'<a href="{url}">{html.escape(f"{block.old} and {block.new}")}</a>']
+        ] or ['<a href="{}">{}</a>'.format(*link_to_pair((block.old, block.new)))]
         text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
         lines[block.end + 1 : block.end + 1] = ["", text, ""]
     if docname == app.config.root_doc:
         others = sorted(app.env.found_docs - {docname}, key=reading_order)
         lines += ["", "```{toctree}", ":hidden:", "", "self", *others, "```"]
     source[0] = "\n".join(lines) + "\n"
+
+
+def link_to_pair(pair):
+    return f"{page_of(*pair)}.html", html.escape(" and ".join(pair))
 
 
 def reading_order(docname):
@@ -93,12 +104,18 @@ def make_pages(app):
     yield "index", {"start": app.config.root_doc}, "redirect.html"
     explained = build.explanations()
     rungs = sorted(RUNGS, key=depth)
-    common = {"rungs": rungs, "slug": slug, "page_of": page_of, "source": source_page}
+    common = {
+        "rungs": rungs,
+        "edges": EDGES,
+        "slug": slug,
+        "page_of": page_of,
+        "source": source_page,
+    }
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     data = app.env.metadata.values()
     pairs = list(dict.fromkeys([*pairs, *(y for x in data for y in x["pairs"])]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
-    table = {"title": "Side by side", "sizes": sizes, "edges": EDGES}
+    table = {"title": "Side by side", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
     for old, new in pairs:
         context = common | {
