@@ -38,26 +38,14 @@ def read_all(app, env, docnames):
 
 
 def add_links(app, docname, source):
-    """Below each diff a link to it side by side; in the first page all the others."""
+    """Below each diff and table, links to its pairs; on the first page, a menu."""
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
-    for block in reversed(page.blocks):
-        if block.kind == "rungs":
-            pairs = [*map(link_to_pair, EDGES), ("side_by_side/index.html", "any two")]
-            links = [f'<a href="{url}">{text}</a>' for url, text in pairs]
-            text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
-            lines[block.end + 1 : block.end + 1] = ["", text, ""]
-            page = pages.parse(f"docs/{docname}.md", lines)
-    blocks = [x for x in page.blocks if x.kind == "diff"]
-    app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks]
+    blocks = [x for x in page.blocks if x.kind in ("diff", "rungs")]
+    app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks if x.old]
     for block in reversed(blocks):
-        url = page_of(block.old, block.new) + ".html"
-        total = len(hunks(block.old, block.new))
-        links = [
-            f'<a href="{url}#hunk-{x.number}">change {x.number} of {total}</a>'
-            for x in block.hunks
-        ] or ['<a href="{}">{}</a>'.format(*link_to_pair((block.old, block.new)))]
-        text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
+        links = ", ".join(f'<a href="{url}">{text}</a>' for url, text in beside(block))
+        text = f'<p class="beside">Side by side: {links}</p>'
         lines[block.end + 1 : block.end + 1] = ["", text, ""]
     if docname == app.config.root_doc:
         others = sorted(app.env.found_docs - {docname}, key=reading_order)
@@ -65,8 +53,15 @@ def add_links(app, docname, source):
     source[0] = "\n".join(lines) + "\n"
 
 
-def link_to_pair(pair):
-    return f"{page_of(*pair)}.html", html.escape(" and ".join(pair))
+def beside(block):
+    """[(address, text)] of what shows a block's diff, or the table's, side by side."""
+    pairs = EDGES if block.kind == "rungs" else [(block.old, block.new)]
+    links = [(f"{page_of(*x)}.html", html.escape(" and ".join(x))) for x in pairs]
+    if block.kind == "rungs":
+        return [*links, ("side_by_side/index.html", "any two")]
+    ((url, _),), total = links, len(hunks(block.old, block.new))
+    changes = [x.number for x in block.hunks]
+    return [(f"{url}#hunk-{x}", f"change {x} of {total}") for x in changes] or links
 
 
 def reading_order(docname):
