@@ -139,7 +139,7 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
         snapshot = read_snapshot(path)
         saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
         snapshot["OPTIMIZER_STATE"]["param_groups"]
-        if not snapshot["EPOCHS_RUN"] > 0:
+        if not snapshot["EPOCHS_RUN"] >= 0:
             raise ValueError
     except Exception:  # unreadable in one way or another: the cure is the same
         fail(f"{args.snapshot_path} is cut short or is no snapshot: {cure}")
@@ -200,6 +200,7 @@ def print_run(trainer, total_epochs, world_size=1):
     """Say what is about to run."""
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
+    part = getattr(trainer, "samples_run", 0)  # of the next, in a variant
     print(
         f"{world_size} x {trainer.device.type}, batch {batch} each: effective batch"
         f" {world_size * batch}, {len(train_data)} steps per epoch,"
@@ -207,8 +208,11 @@ def print_run(trainer, total_epochs, world_size=1):
     )
     if done >= total_epochs:
         print(f"nothing to do: {path} has finished {done} of {total_epochs} epochs")
-    elif done:
-        print(f"resuming from {path}: {done} of {total_epochs} epochs are finished")
+    elif done or part:
+        print(
+            f"resuming from {path}: {done} of {total_epochs} epochs are finished"
+            + (f" and {part} samples of the next" if part else "")
+        )
     else:
         print(f"starting from scratch: there is no {path}", flush=True)
 

@@ -3,9 +3,9 @@
     python -m tests.hosts 2 -- torchrun --nnodes=2 --nproc-per-node=2 \\
         --rdzv-backend=c10d --rdzv-endpoint=node0:29500 multinode.py 50 10
 
-starts the command on node0 and node1, each a set of Linux namespaces (network, processes,
-mounts, host name, shared memory), joined by a bridge, and prints what they print. While
-they run, type what happens to them:
+starts the command on node0 and node1, each a set of Linux namespaces (network,
+processes, mounts, host name, shared memory), joined by a bridge, and prints what they
+print. While they run, type what happens to them:
 
     kill node1          all its processes die at once, and their connections are closed
     unplug node1        the power goes: its processes die and nobody is told
@@ -69,8 +69,8 @@ def _unshare():
 class Job:
     """A command that runs, with every line that it prints and when it came.
 
-    lines: list of (time.monotonic() in seconds, line without its end), stdout and stderr
-    together. `pid` is the command's own process, as seen from here.
+    lines: list of (time.monotonic() in seconds, line without its end), from stdout and
+    stderr together. `pid` is the command's own process, as seen from here.
     """
 
     def __init__(self, command, echo=None, **popen):
@@ -114,7 +114,7 @@ class Job:
         return status
 
     def wait_for(self, pattern, timeout, since=0):
-        """(time, match) of the first line from `since` on that `pattern` is found in."""
+        """(time, match) of the first line since `since` in which `pattern` is found."""
         deadline, at = time.monotonic() + timeout, 0
         while True:
             ended = self.process.poll() is not None and not self.thread.is_alive()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from docs.diffs import EDGES, ROOT, docstring
+from docs.diffs import EDGES, ROOT, RUNGS, docstring
 
 TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 3 to 10 s
 
@@ -31,10 +31,15 @@ def commands(name):
 
 def launch(script, total, every, *options, nprocs=2):
     """The docstring's command for `script` (a path), with other arguments."""
-    words = commands(Path(script).name)[0]
+    (name,) = (x for x in RUNGS if Path(x).name == Path(script).name)
+    words = commands(name)[0]
     if words[0] == "torchrun":
         words = [f"--nproc-per-node={nprocs}" if "nproc" in w else w for w in words]
         program = [sys.executable, "-m", "torch.distributed.run", *words[1:-3]]
+        if "-m" in words:  # a variant is a module, beside which utils.py is found
+            package = Path(script).parent
+            program = ["env", f"PYTHONPATH={package.parent}", *program]
+            script = f"{package.name}.{Path(script).stem}"
     else:
         program = [sys.executable]
         if nprocs != 2:
@@ -149,7 +154,8 @@ def plant(name, folder, *changes, before_main=""):
     for old, new in (*changes, (entry, f"{before_main}\n\n{entry}")):
         assert text.count(old) == 1, f"{name} has {old!r} {text.count(old)} times"
         text = text.replace(old, new)
-    script = folder / Path(name).name
+    script = folder / name
+    script.parent.mkdir(exist_ok=True)
     script.write_text(text)
     return script
 
