@@ -29,6 +29,12 @@ def commands(name):
     return [shlex.split(x) for x in lines if x.startswith(("python ", "torchrun "))]
 
 
+def home(script):
+    """The folder of the utils.py that belongs to `script`, a path to a rung."""
+    folder = Path(script).parent
+    return folder.parent if folder.name == "variants" else folder
+
+
 def launch(script, total, every, *options, nprocs=2):
     """The docstring's command for `script` (a path), with other arguments."""
     (name,) = (x for x in RUNGS if Path(x).name == Path(script).name)
@@ -37,9 +43,10 @@ def launch(script, total, every, *options, nprocs=2):
         words = [f"--nproc-per-node={nprocs}" if "nproc" in w else w for w in words]
         program = [sys.executable, "-m", "torch.distributed.run", *words[1:-3]]
         if "-m" in words:  # a variant is a module, beside which utils.py is found
-            package = Path(script).parent
-            program = ["env", f"PYTHONPATH={package.parent}", *program]
-            script = f"{package.name}.{Path(script).stem}"
+            program = ["env", f"PYTHONPATH={home(script)}", *program]
+            script = ".".join(
+                Path(script).relative_to(home(script)).with_suffix("").parts
+            )
     else:
         program = [sys.executable]
         if nprocs != 2:
@@ -107,7 +114,7 @@ def forked(script, *argv, cwd, **env):
             os.environ.clear()
             os.environ.update(clean_env(**env))
             sys.argv = [str(script), *map(str, argv)]
-            sys.path.insert(0, str(Path(script).parent))
+            sys.path.insert(0, str(home(script)))
             sys.modules.pop("utils", None)
             try:
                 runpy.run_path(str(script), run_name="__main__")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from docs.diffs import ROOT, RUNGS
-from tests.rungs import DISTRIBUTED, forked, launch, load, plant, run
+from tests.rungs import DISTRIBUTED, commands, forked, launch, load, plant, run
 
 TORCHRUN = {
     "RANK": 0,
@@ -17,6 +17,7 @@ TORCHRUN = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": 1,
 }
+UNDER_TORCHRUN = [x for x in RUNGS if commands(x)[0][0] == "torchrun"]
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
     "5": "the following arguments are required: save_every",
@@ -45,7 +46,7 @@ def files(folder):
 def refused(name, folder, *args, script=None, **env):
     """The one line on stderr with which a rung refuses to run."""
     script = script or ROOT / name
-    if "torchrun" in launch(script, 1, 1)[2:3] or name == "multinode.py":
+    if name in UNDER_TORCHRUN:
         env = TORCHRUN | env
     before = files(folder)
     env = {key: value for key, value in env.items() if value is not None}
@@ -121,10 +122,10 @@ def test_more_processes_than_accelerators(name, tmp_path):
     """The count is planted: this is tested where there is no accelerator, too."""
     one = "torch.accelerator.device_count = lambda: 1"
     script = plant(name, tmp_path / "copy", before_main=one)
-    args = () if name == "multinode.py" else ("--nprocs", 2)
+    args = () if name in UNDER_TORCHRUN else ("--nprocs", 2)
     line = refused(name, tmp_path, 5, 1, *args, script=script)
     assert line == "2 processes here need 2 accelerators: there is 1"
-    if name == "multinode.py":  # started without torchrun, on two machines of one each
+    if name in UNDER_TORCHRUN:  # started without torchrun, on two machines of one each
         env = {"LOCAL_WORLD_SIZE": None, "RANK": 1, "LOCAL_RANK": 1}
         assert line == refused(name, tmp_path, 5, 1, script=script, **env)
 
