@@ -55,10 +55,16 @@ def _path():
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's has no sbin
 
 
-def _env(**extra):
-    from tests.rungs import clean_env
+def clean_env(**extra):
+    """The environment without what a launcher or a user may have set in it."""
+    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+    drop |= {"MASTER_ADDR", "MASTER_PORT"}
+    env = {name: value for name, value in os.environ.items() if name not in drop}
+    return env | {name: str(value) for name, value in extra.items()}
 
-    return clean_env(PATH=_path(), **extra)
+
+def _env(**extra):
+    return clean_env(**({"PATH": _path()} | extra))
 
 
 def _unshare():
@@ -344,18 +350,22 @@ def main(count, own_disks, command):
         return int(any(job.wait(60) != 0 for job in jobs.values()) or not jobs)
 
 
-if __name__ == "__main__":
-    import utils
+def fail(message):
+    print(f"tests.hosts: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.error = utils.fail
-    parser.add_argument("count", type=utils.positive_int, help="how many hosts")
+    parser.error = fail
+    parser.add_argument("count", type=int, help="how many hosts")
     parser.add_argument("--own-disks", metavar="DIR", help="run each host in DIR/NAME")
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()
-    reason = why_not()
-    if reason:
-        utils.fail(f"no hosts on this machine: {reason}")
+    if not 1 <= args.count <= 200:
+        fail(f"{args.count} hosts: from 1 to 200 can be made")
+    if why_not():
+        fail(f"no hosts on this machine: {why_not()}")
     sys.exit(main(args.count, args.own_disks, args.command))

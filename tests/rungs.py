@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from docs.diffs import EDGES, ROOT, RUNGS, docstring
+from tests.hosts import clean_env
 
 TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 3 to 10 s
 
@@ -58,14 +59,6 @@ class Done(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
-
-
-def clean_env(**extra):
-    """The environment without what a launcher or a user may have set in it."""
-    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
-    drop |= {"MASTER_ADDR", "MASTER_PORT"}
-    env = {name: value for name, value in os.environ.items() if name not in drop}
-    return env | {name: str(value) for name, value in extra.items()}
 
 
 def start(command, cwd, **env):
