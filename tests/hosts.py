@@ -14,6 +14,8 @@ print. While they run, type what happens to them:
     mend node1          its link is up again, at full speed
     slow node1 100mbit  its link carries no more than that, each way
 
+or say beforehand when it shall happen: --when 'epoch 10 saved' 'kill node1'.
+
 All run in this folder, as on a shared disk; with --own-disks DIR, each in DIR/NAME. The
 exit status is 0 if the command ends with 0 on every host that still stands, else 1.
 
@@ -308,39 +310,46 @@ def _run(command):
     return done.stdout
 
 
-def main(count, own_disks, command):
-    """Run `command` on `count` hosts and do what is typed; return the exit status."""
+def main(count, command, own_disks=None, when=()):
+    """Run `command` on `count` hosts and do what is typed; return the exit status.
+
+    when: pairs (text, deed), done once each, when the first line with `text` comes.
+    """
+    waiting = list(when)
     with Hosts(count, own_disks or ".", bool(own_disks)) as hosts:
         named, jobs = {host.name: host for host in hosts}, {}
 
         def start(host):
             def echo(line):
                 print(f"{host.name}: {line}", flush=True)
+                for pair in [x for x in waiting if x[0] in line]:
+                    waiting.remove(pair)
+                    threading.Thread(target=obey, args=pair[1:], daemon=True).start()
 
             jobs[host] = host.start(command, echo)
 
         def end(host, how):
-            how(host)
             jobs.pop(host, None)
+            how(host)
 
         deeds = {"kill": lambda host: end(host, Host.kill)}
         deeds["unplug"] = lambda host: end(host, Host.unplug)
         deeds["start"] = lambda host: start(host.boot())
         deeds |= {"cut": Host.cut, "mend": Host.mend, "slow": Host.slow}
 
-        def obey():
-            for line in sys.stdin:
-                deed, name, *rest = [*line.split(), "", ""][: max(2, len(line.split()))]
-                try:
-                    deeds[deed](named[name], *rest)
-                    print(f"-- {line.strip()}", flush=True)
-                except (KeyError, TypeError, AssertionError, OSError) as error:
-                    known = f"{' '.join(deeds)}, of {' '.join(named)}"
-                    print(f"-- {line.strip()!r}: not done ({known}): {error}")
+        def obey(line):
+            print(f"-- {line.strip()}", flush=True)
+            try:
+                deed, name, *rest = line.split()
+                deeds[deed](named[name], *rest)
+            except (KeyError, TypeError, ValueError, AssertionError, OSError) as error:
+                known = f"{', '.join(deeds)}; {', '.join(named)}"
+                print(f"-- not done: {error!r} (there are {known})", flush=True)
 
         for host in hosts:
             start(host)
-        threading.Thread(target=obey, daemon=True).start()
+        typed = threading.Thread(target=lambda: [*map(obey, sys.stdin)], daemon=True)
+        typed.start()
         try:
             while any(job.process.poll() is None for job in list(jobs.values())):
                 time.sleep(0.05)
@@ -362,10 +371,18 @@ if __name__ == "__main__":
     parser.error = fail
     parser.add_argument("count", type=int, help="how many hosts")
     parser.add_argument("--own-disks", metavar="DIR", help="run each host in DIR/NAME")
+    parser.add_argument(
+        "--when",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TEXT", "DEED"),
+        help="do DEED, such as 'kill node1', once a line with TEXT is printed",
+    )
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()
     if not 1 <= args.count <= 200:
         fail(f"{args.count} hosts: from 1 to 200 can be made")
     if why_not():
         fail(f"no hosts on this machine: {why_not()}")
-    sys.exit(main(args.count, args.own_disks, args.command))
+    sys.exit(main(args.count, args.command, args.own_disks, args.when))

@@ -150,17 +150,21 @@ def by_hand(*args, typed="", cwd=ROOT):
 
 
 def test_by_hand(tmp_path):
-    script = "hostname; pwd; sleep 2; exit $(hostname | tr -d a-z)"
+    script = "hostname; pwd; sleep 1; echo late; sleep 1; exit $(hostname | tr -d a-z)"
     command = ["--own-disks", tmp_path, "--", "sh", "-c", script]
     status, out = by_hand("2", *command, typed="kill node1\nstart node1\nfly node1\n")
     assert status == 1, "node1 ends with 1"
     assert f"node1: {tmp_path}/node1" in out
-    assert out.count("node0: node0") == 1
+    assert out.count("node0: node0\n") == 1
     assert "-- kill node1\n" in out and "-- start node1\n" in out
-    assert "not done (kill unplug start cut mend slow, of node0 node1)" in out
+    known = "kill, unplug, start, cut, mend, slow; node0, node1"
+    assert f"-- fly node1\n-- not done: KeyError('fly') (there are {known})" in out
     assert by_hand("1", *command)[0] == 0, "node0 ends with 0"
-    status, out = by_hand("2", *command, typed="unplug node1\n")
+    status, out = by_hand("2", "--when", "node1: late", "unplug node1", *command)
+    assert status == 1, "that is not in the line that the command prints"
+    status, out = by_hand("2", "--when", "late", "unplug node1", *command)
     assert status == 0, "only hosts that still stand count"
+    assert out.count("-- unplug node1\n") == 1
 
 
 @pytest.mark.parametrize(
