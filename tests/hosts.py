@@ -24,6 +24,7 @@ live as long as the process that made them, however that ends, and leave nothing
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -217,6 +218,8 @@ class Host:
         os.kill(self.pid, signal.SIGKILL)
         self.first.wait()
         self.first = None
+        with contextlib.suppress(OSError):  # else the kernel does so, somewhat later
+            self.hosts.run("ip", "link", "del", self.link)
 
     def unplug(self):
         """The power goes: nothing more is sent, then all processes are gone at once."""

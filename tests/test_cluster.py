@@ -160,7 +160,7 @@ COPIES = [
 def test_the_host_of_the_rendezvous_dies(tmp_path, disks):
     """The job ends soon and says why; the survivor and a new host take it up again.
 
-    Where each has its own disk, the first process of each host saves (two lines differ).
+    Where each has its own disk, the first process of each host saves (a line differs).
     """
     changes = COPIES if disks == "own" else []
     script = impatient(tmp_path, *changes)
@@ -217,8 +217,8 @@ def test_a_link_is_cut_and_mended(tmp_path):
 def test_a_link_is_cut_for_good(tmp_path):
     """Both hosts end, in bounded time, and say that the other did not answer.
 
-    The host of the rendezvous ends after the join_timeout. The other waits for an answer
-    of its store until the kernel gives the connection up: after 15 minutes by default.
+    The host of the rendezvous ends after join_timeout. The other waits for an answer of
+    the store, until the kernel gives the connection up: after 15 minutes by default.
     """
     command = torchrun(impatient(tmp_path), 10**6, 2)
     with Hosts(2, tmp_path / "disk") as (one, other):

@@ -1,6 +1,7 @@
 """A process that dies takes the run with it: soon, by name, leaving nothing behind."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -15,8 +16,10 @@ from tests.rungs import (
     finish,
     launch,
     left_over,
+    load,
     plant,
     run,
+    same_bits,
     start,
 )
 
@@ -88,3 +91,55 @@ def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
     assert time.monotonic() - began < 100, "not by the five minutes' time-out"
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
+
+
+# The last process of an attempt ends itself inside its second epoch, `kills` times.
+KILLED = """
+import os
+class Trainer(Trainer):
+    steps = 0
+    def _run_batch(self, source, targets):
+        self.steps += 1
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if self.steps == 40 and dist.get_rank() == 1:
+            print(f"attempt {attempt} has port {os.environ['MASTER_PORT']}", flush=True)
+            if attempt < %d:
+                os.kill(os.getpid(), 9)
+        return super()._run_batch(source, targets)
+"""
+
+
+def restarted(folder, kills, restarts, **env):
+    """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
+    script = plant("multinode.py", folder / "copy", before_main=KILLED % kills)
+    command = launch(script, 5, 1)
+    command[3:3] = [f"--max-restarts={restarts}"]
+    return run(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, **env)
+
+
+def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
+    """Exactly one restart each, and a store of its own for every attempt.
+
+    Were the store shared, an attempt could read the addresses of the one before.
+    """
+    done = restarted(tmp_path, kills=2, restarts=2)
+    assert done.returncode == 0, done.stderr
+    ports = re.findall(r"attempt (\d) has port (\d+)", done.stdout)
+    assert [attempt for attempt, _ in ports] == ["0", "1", "2"]
+    assert len({port for _, port in ports}) == 3
+    resumed = re.findall(r"resuming from snapshot.pt: (\d) of 5", done.stdout)
+    assert resumed == ["1", "2"], "nothing that was saved is done again"
+    undisturbed = load(runs("multinode.py")[0] / "snapshot.pt")
+    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+
+
+def test_restarts_are_used_up(tmp_path):
+    mark = uuid.uuid4().hex
+    done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)
+    assert done.returncode == 1
+    assert [x for x in done.stdout.splitlines() if "attempt 1 has" in x]
+    summary = done.stderr.split("Root Cause (first observed failure):")[1]
+    assert "rank      : 1 (local_rank: 1)" in summary
+    assert "Signal 9 (SIGKILL) received by PID" in summary
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
+    assert not left_over(mark)
