@@ -1,0 +1,201 @@
+"""What docs/it_hangs.md says of stragglers and hangs, and of what names the rank."""
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.constants import default_pg_timeout
+
+from docs.diffs import ROOT
+from tests.rungs import TIMEOUT_S, finish, forked, run, start
+
+HANG = "docs/hangs/hang.py"
+STACKS = ROOT / "docs/hangs/stacks.sh"
+BIN = Path(sys.executable).parent
+PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+py_spy = pytest.mark.skipif(
+    not shutil.which("py-spy", path=PATH)
+    or not shutil.which("pgrep")
+    or os.geteuid() != 0,
+    reason="needs py-spy (pip install py-spy), pgrep (procps) and root",
+)
+
+# Put into a copy of hang.py: each rank says how long it was in its loop.
+TIMED = """
+_train = train
+def train(fault):
+    start = time.monotonic()
+    try:
+        return _train(fault)
+    finally:
+        took_s = time.monotonic() - start
+        print(f"rank {dist.get_rank()} was in the loop for {took_s:.2f} s\\n", end="")
+"""
+
+
+def command(script, fault, nprocs=2):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={nprocs}", str(script), fault]
+
+
+def plant(folder, *changes):
+    """A copy of hang.py that notes its times, with texts replaced."""
+    text = (ROOT / HANG).read_text()
+    entry = 'if __name__ == "__main__":'
+    for old, new in (*changes, (entry, f"{TIMED}\n\n{entry}")):
+        assert text.count(old) == 1, f"{HANG} has {old!r} {text.count(old)} times"
+        text = text.replace(old, new)
+    script = folder / "hang.py"
+    script.write_text(text)
+    return script
+
+
+def hang(folder, fault, *changes, nprocs=2, **env):
+    """Done of a copy of hang.py with texts replaced."""
+    script = plant(folder, *changes)
+    return run(command(script, fault, nprocs), folder, **env)
+
+
+def in_the_loop(done):
+    """{rank: seconds} of the ranks that came out of their loop."""
+    found = re.findall(r"rank (\d) was in the loop for (\S+) s", done.stdout)
+    return {int(rank): float(took_s) for rank, took_s in found}
+
+
+def calls(folder, rank):
+    """The collectives in a rank's record, in their order."""
+    trace = pickle.loads((folder / f"trace_{rank}").read_bytes())
+    return [entry["profiling_name"] for entry in trace["entries"]]
+
+
+def torchfrtrace(folder):
+    """(exit status, what it printed) about the records in `folder`."""
+    script = Path(torch.__file__).parent / "distributed/flight_recorder/fr_trace.py"
+    done = forked(script, "--prefix", "trace_", folder, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+TIMEOUT = 8  # seconds: leaves py-spy time on a busy machine
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory):
+    """(folder, Done, what stacks.sh printed while it hung) of a run with `skip`."""
+    folder = tmp_path_factory.mktemp("skipped")
+    change = "timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT})"
+    script = plant(folder, change)
+    process = start(command(script, "skip"), folder)
+    deadline = time.monotonic() + TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if (folder / "trace_0").exists() and (folder / "trace_1").exists():
+            break  # the first is written after 1 s, and the loop takes less
+        time.sleep(0.1)
+    looked = subprocess.run(
+        ["sh", STACKS, str(process.pid)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": PATH},
+        timeout=TIMEOUT_S,
+    )
+    return folder, finish(process), looked.stdout
+
+
+def test_the_default_time_outs():
+    assert default_pg_timeout == timedelta(minutes=30)
+    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    text = (headers / "ProcessGroupNCCL.hpp").read_text()
+    (ms,) = re.findall(r"DefaultTimeout =\s+std::chrono::milliseconds\((.*)\)", text)
+    assert ms == "10 * 60 * 1000"
+
+
+def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
+    done = hang(tmp_path, "slow")
+    assert done.returncode == 0, done.stderr
+    took_s = in_the_loop(done)
+    assert min(took_s[0], took_s[1]) > 6 * 0.3 - 0.3  # the last wait may be another's
+    found = re.findall(r"^rank (\d) worked for (\S+) s", done.stdout, re.M)
+    worked_s = {int(rank): float(work) for rank, work in found}
+    assert worked_s[1] >= 6 * 0.3
+    assert worked_s[0] < worked_s[1] / 2
+    assert "the slowest is rank 1\n" in done.stdout
+
+
+def test_the_rank_that_waits_raises_at_the_time_out(skipped):
+    _, done, _ = skipped
+    assert done.returncode == 1
+    took_s = in_the_loop(done)
+    assert list(took_s) == [0]  # rank 1 is ended where it is
+    assert TIMEOUT <= took_s[0] < TIMEOUT + 30
+    assert f"Timed out waiting {TIMEOUT}000ms for recv operation" in done.stderr
+    assert "[rank0]: RuntimeError" in done.stderr
+    assert "[rank1]" not in done.stderr
+    failed, cause = done.stderr.split("Root Cause (first observed failure):")
+    assert re.search(r"rank      : 1 .*\n +exitcode  : -15 ", failed)
+    assert re.search(r"rank      : 0 .*\n +exitcode  : 1 ", cause)
+
+
+@py_spy
+def test_py_spy_shows_the_line_of_each_rank(skipped):
+    _, _, stacks = skipped
+    ranks = dict(re.findall(r"^RANK=(\d)\n(.*?)(?=^RANK|\Z)", stacks, re.M | re.S))
+    assert sorted(ranks) == ["0", "1"]
+    main = {rank: text.split('"MainThread"')[1] for rank, text in ranks.items()}
+    assert re.match(r"\s+all_reduce \(torch/distributed", main["0"])
+    assert re.match(r"\s+save \(hang.py:\d+\)", main["1"])
+
+
+def test_the_flight_recorder_shows_who_called_less(skipped):
+    folder, _, _ = skipped
+    assert calls(folder, 0) == ["gloo:all_reduce"] * 4
+    assert calls(folder, 1) == ["gloo:all_reduce"] * 3
+
+
+def test_torchfrtrace_names_the_missing_rank(skipped, tmp_path):
+    """And needs the line about `pg_config` for gloo."""
+    folder, _, _ = skipped
+    status, text = torchfrtrace(folder)
+    assert status == 0, text
+    assert "Not all ranks joining collective, sequence number: 4\n" in text
+    assert "missing ranks: {1}\n" in text
+    for rank in range(2):
+        trace = pickle.loads((folder / f"trace_{rank}").read_bytes())
+        trace["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[0, 1]"}}  # gloo's
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(trace))
+    status, text = torchfrtrace(tmp_path)
+    assert status == 1
+    assert "KeyError: ('0', 0)" in text
+
+
+def test_monitored_barrier_names_the_missing_rank(tmp_path):
+    call = "            dist.all_reduce(gradient)"
+    ask = "timedelta(seconds=2 + 9 * dist.get_rank()), wait_all_ranks=True"
+    ask = f"            dist.monitored_barrier(timeout={ask})"
+    done = hang(tmp_path, "skip", (call, f"{ask}\n{call}"), nprocs=3)
+    assert done.returncode == 1
+    assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms" in done.stderr
+
+
+def test_detail_names_the_mismatch(tmp_path):
+    """And long before the time-out, which is longer than the test would wait."""
+    long = "timedelta(seconds=5)", f"timedelta(seconds={10 * TIMEOUT_S})"
+    done = hang(tmp_path, "mismatch", long, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert done.returncode == 1
+    found = r"Rank (\d) is running collective: .*?SequenceNumber=3, OpType=(\w+)"
+    found = set(re.findall(found, done.stderr))
+    assert found == {("0", "ALLREDUCE"), ("1", "BROADCAST")}
+
+
+def test_bad_input_is_one_line(tmp_path):
+    done = forked(ROOT / HANG, "slow", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: torchrun ")
+    assert done.stderr.count("\n") == 1
