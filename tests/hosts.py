@@ -31,13 +31,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+# The names of all, in a file that only this host has, and that goes with it.
+NAMES = 'cd /dev/shm; echo "$0" > names; mount --bind names /etc/hosts; rm names'
 HOLD = "echo; read _"  # a namespace lives until the pipe to its first process closes
 
 
@@ -45,16 +46,19 @@ def why_not():
     """Why there can be no hosts on this machine, in one line; None if there can be."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
-    missing = [x for x in TOOLS if not shutil.which(x, path=_path())]
+    missing = [x for x in TOOLS if not shutil.which(x, path=search_path())]
     if missing:
         return f"there is no {' and no '.join(missing)}: install iproute2"
     tried = subprocess.run(
-        [*_unshare(), "--net", "true"], capture_output=True, text=True, env=_env()
+        [*_unshare(), "--net", "true"],
+        capture_output=True,
+        text=True,
+        env=environment(),
     )
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def _path():
+def search_path():
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's has no sbin
 
 
@@ -66,8 +70,8 @@ def clean_env(**extra):
     return env | {name: str(value) for name, value in extra.items()}
 
 
-def _env(**extra):
-    return clean_env(**({"PATH": _path()} | extra))
+def environment(**extra):
+    return clean_env(**({"PATH": search_path()} | extra))
 
 
 def _unshare():
@@ -173,8 +177,8 @@ class Host:
         self.first = self.hosts.hold(self.hosts.inside([]) + first)
         self.pid = child_of(self.first.pid)
         self.run("hostname", self.name)
-        self.run("mount", "--bind", self.hosts.names, "/etc/hosts")
         self.run("mount", "-t", "tmpfs", "-o", "size=50%", "tmpfs", "/dev/shm")
+        self.run("sh", "-ec", NAMES, self.hosts.names)
         self.run("ip", "link", "set", "lo", "up")
         inside = f"/proc/{self.pid}/ns/net"
         peer = ["peer", "name", "eth0", "netns", inside]
@@ -197,7 +201,7 @@ class Host:
 
     def start(self, command, echo=None, **env):
         """Start a long one in its folder: a Job."""
-        return Job(self.inside(command), echo, env=_env(**env))
+        return Job(self.inside(command), echo, env=environment(**env))
 
     def processes(self):
         """{pid as seen from here: command line} of all that runs on it."""
@@ -250,15 +254,13 @@ class Hosts(list):
 
     def __init__(self, count, folder, own_disks=False):
         self.folder, self.own_disks = Path(folder).resolve(), own_disks
-        self.scratch = tempfile.TemporaryDirectory(prefix="hosts-")
-        self.names = Path(self.scratch.name, "hosts")
         self.switch = self.hold([*_unshare(), "--net", "sh", "-c", HOLD])
         try:
             self.run("ip", "link", "add", "switch", "type", "bridge")
             self.run("ip", "link", "set", "switch", "up")
             super().__init__(Host(self, i) for i in range(count))
             lines = ["127.0.0.1 localhost", *(f"{x.address} {x.name}" for x in self)]
-            self.names.write_text("\n".join(lines) + "\n")
+            self.names = "\n".join(lines)
             for host in self:
                 host.boot()
         except BaseException:
@@ -273,7 +275,7 @@ class Hosts(list):
     def hold(self, command):
         """Start the first process of new namespaces and wait until they are made."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        first = subprocess.Popen(command, **pipes, env=_env())
+        first = subprocess.Popen(command, **pipes, env=environment())
         if not first.stdout.readline():
             raise OSError(
                 f"{' '.join(command)}: {first.stderr.read().decode().strip()}"
@@ -297,7 +299,6 @@ class Hosts(list):
                 first.wait()
                 first.stdout.close()
                 first.stderr.close()
-        self.scratch.cleanup()
 
     def __enter__(self):
         return self
@@ -307,7 +308,7 @@ class Hosts(list):
 
 
 def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True, env=_env())
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

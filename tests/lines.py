@@ -32,7 +32,8 @@ from docs.diffs import EDGES, ROOT, hunks
 
 # The quickest to miss a line first. What is not named here comes last.
 FIRST = ["diff", "probe", "input", "failure", "snapshot"]
-NEVER = ["docs", "lines", "pictures", "site", "convert"]  # they test no rung
+NEVER = ["docs", "lines", "pictures", "site", "convert", "hosts", "hangs", "preflight"]
+NEVER += ["cluster", "chaos", "slurm"]  # they test no rung, or take too long
 
 
 def nearest(text, candidates):

@@ -17,6 +17,7 @@ from tests.rungs import commands
 PAGES = page_names()
 NUMBERED = ["0_intro", "1_theory", "2_multigpu", "3_fault_tolerance", "4_multinode"]
 CHAPTERS = [*NUMBERED, "troubleshooting", "convert_your_script", "what_is_proven"]
+CHAPTERS += ["preemptible", "slurm", "preflight", "it_hangs"]
 DIFFS = "<!-- diff single_gpu.py multigpu.py: `self.ddp_model =` -->"
 
 

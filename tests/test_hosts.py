@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
     command += [tmp_path, "--", "sh", "-c", "echo up; sleep 1000"]
     networks = subprocess.run(["ip", "link"], capture_output=True).stdout
     mounts = Path("/proc/self/mountinfo").read_text()
+    files = set(os.listdir(tempfile.gettempdir()))
     process = start(command, ROOT, MARK=mark)
     lines = {process.stdout.readline().strip() for _ in range(2)}
     assert lines == {"node0: up", "node1: up"}
@@ -134,6 +136,8 @@ def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
     assert not left_over(mark)
     assert subprocess.run(["ip", "link"], capture_output=True).stdout == networks
     assert Path("/proc/self/mountinfo").read_text() == mounts
+    files = set(os.listdir(tempfile.gettempdir())) - files
+    assert not [x for x in files if x.startswith("hosts")]
 
 
 def by_hand(*args, typed="", cwd=ROOT):

@@ -1,0 +1,277 @@
+"""tools/preflight.py on hosts with planted faults: each is named, and nothing else."""
+
+import argparse
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from docs.diffs import ROOT
+from tests.hosts import Hosts, why_not
+from tests.rungs import TIMEOUT_S, clean_env
+
+SCRIPT = ROOT / "tools/preflight.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
+TORCHRUN += ["--rdzv-endpoint=node0:29500"]
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+on_hosts = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+# For the Python of one host: another torch version, a clock that is 100 s ahead (these
+# hosts share the real one), a sum and a product that are wrong.
+FAULTY_PYTHON = """
+import time
+_time = time.time
+time.time = lambda: _time() + 100
+import torch, torch.distributed as dist
+torch.__version__ = "1.2.3"
+_all_reduce, _matmul = dist.all_reduce, torch.Tensor.__matmul__
+def all_reduce(tensor, *args, **options):
+    _all_reduce(tensor, *args, **options)
+    if tensor.dtype == torch.bfloat16:
+        tensor[77] += 1
+dist.all_reduce = all_reduce
+torch.Tensor.__matmul__ = lambda one, other: _matmul(one, other) + 1
+"""
+
+# Drops every TCP packet that has SYN and not ACK: classic BPF in an ingress filter.
+NO_SYN = "7,48 0 0 23,21 0 4 6,48 0 0 47,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
+
+
+@pytest.fixture(scope="module")
+def preflight():
+    """The file as a module."""
+    spec = importlib.util.spec_from_file_location("preflight", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_hand(hosts, *flags):
+    """The command with the roll call; it is also copied away from the repository."""
+    script = shutil.copy(SCRIPT, hosts.folder)
+    return [sys.executable, script, *flags, "--rdzv-endpoint=node0:29500"]
+
+
+def found(job, kind="FAIL|warn"):
+    """The findings of a kind in what a host printed, in order."""
+    return re.findall(rf"^(?:{kind})  +(.*)", job.output, re.M)
+
+
+def plant_names(host, text):
+    """Give it an /etc/hosts of its own."""
+    file = host.folder / f"{host.name}.hosts"
+    file.write_text(text)
+    host.run("mount", "--bind", file, "/etc/hosts")
+
+
+def matched(patterns, findings):
+    """Each pattern fits the finding at its place, and there are no others."""
+    assert len(patterns) == len(findings), findings
+    for pattern, finding in zip(patterns, findings, strict=True):
+        assert re.search(pattern, finding), (pattern, findings)
+
+
+@on_hosts
+def test_a_healthy_cluster(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        flags = ["--hosts=node0,node1", "--nnodes=2", "--nproc-per-node=2"]
+        command = by_hand(hosts, *flags, "--rdzv-backend=c10d")
+        jobs = [host.start(command, **QUIET) for host in hosts]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [0, 0], jobs[0].output
+        assert found(jobs[0]) == [] == found(jobs[1])
+        assert "this cluster can train: 0 failed, 0 warnings" in jobs[0].output
+        assert not re.search("^ok|can train", jobs[1].output, re.M)  # rank 0 alone
+        for fact in ("node0: 10.77.0.1 on eth0", "node1: 10.77.0.2 on eth0"):
+            assert fact in jobs[0].output
+        assert "2 connections" in jobs[0].output
+        assert "all-reduce is right: float32, bfloat16, int64" in jobs[0].output
+        assert re.search(r"all-reduce of 1 MiB: .* Gbit/s", jobs[0].output)
+
+
+@on_hosts
+def test_faults_of_a_host(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        node0, node1 = hosts
+        plant_names(node0, "127.0.1.1 node0\n10.77.0.2 node1\n")  # as Debian does
+        node1.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
+        (tmp_path / "sitecustomize.py").write_text(FAULTY_PYTHON)
+        command = by_hand(hosts, "--nnodes=2", "--rdzv-backend=c10d")
+        jobs = [node0.start(command, **QUIET)]
+        faulty = {"PYTHONPATH": tmp_path, "OMP_NUM_THREADS": 64}
+        jobs += [node1.start([*command, "--nproc-per-node=2"], **QUIET, **faulty)]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1], jobs[0].output
+        matched(
+            [
+                r"^node1 has torch 1\.2\.3, the others have ",
+                r"^node1: /dev/shm has 64 MiB, and may need 512 MiB",
+                r"^node1: 2 x \d+ threads on \d+ cores",
+                r"^rank 1 on node1 multiplies wrongly",
+                r"^rank 2 on node1 multiplies wrongly",
+                r"^node0: its own name, node0, is 127\.0\.1\.1 there",
+                r"^node1: clock (99|100)\.\d+ s ahead of node0's",
+                r"^rank 1 on node1: all-reduce is wrong: torch\.bfloat16$",
+                r"^rank 2 on node1: all-reduce is wrong: torch\.bfloat16$",
+            ],
+            found(jobs[0]),
+        )
+        assert found(jobs[1]) == []
+        cures = jobs[0].output
+        assert "type  on node0: export GLOO_SOCKET_IFNAME=eth0" in cures
+        assert "docker run --shm-size=512m" in cures
+        assert "type  on node1: chronyc tracking" in cures
+
+
+@on_hosts
+def test_a_slow_host_and_a_wrong_name(tmp_path):
+    with Hosts(3, tmp_path) as hosts:
+        hosts[2].slow("100mbit")
+        names = "10.77.0.1 node0\n10.77.0.99 node1\n10.77.0.3 node2\n"
+        plant_names(hosts[0], names)
+        command = [*TORCHRUN, "--nnodes=3", SCRIPT]
+        jobs = [host.start(command, **QUIET) for host in hosts]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
+        matched(
+            [
+                r"^on node0 the name node1 is 10\.77\.0\.99, and node1 is 10\.77",
+                r"^node2 is slow: at best 0\.[01]\d Gbit/s, and \d+\.\d+ is usual",
+            ],
+            found(jobs[0]),
+        )
+
+
+@on_hosts
+def test_one_direction_is_blocked(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        hosts[1].run("tc", "qdisc", "add", "dev", "eth0", "ingress")
+        block = ["tc", "filter", "add", "dev", "eth0", "ingress", "bpf"]
+        hosts[1].run(*block, "direct-action", "bytecode", NO_SYN)
+        command = [*TORCHRUN, "--nnodes=2", "--max-restarts=1", SCRIPT]
+        jobs = [host.start(command, **QUIET) for host in hosts]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1], jobs[0].output
+        matched(
+            [
+                r"^--max-restarts: a restart may read what the attempt before",
+                r"^node0 cannot connect to node1 \(10\.77\.0\.2\): no answer in 3 s$",
+            ],
+            found(jobs[0]),  # once: a restart does not say it again
+        )
+        assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in jobs[0].output
+        assert "type  on node1, all ports: ufw allow from 10.77.0.1" in jobs[0].output
+
+
+@on_hosts
+def test_those_who_do_not_come_are_named(tmp_path):
+    with Hosts(5, tmp_path) as hosts:
+        # node1 reaches no port 29500 of node0; for node2, node0 is somebody else; on
+        # node3 nothing is started; node4 is off; nobody knows node5.
+        for rule in ("pref 20 lookup local", "pref 10 from 10.77.0.2 {} blackhole"):
+            rule = rule.format("iif eth0 ipproto tcp dport 29500")
+            hosts[0].run("ip", "rule", "add", *rule.split())
+        hosts[0].run("ip", "rule", "del", "pref", "0")
+        plant_names(hosts[2], "10.77.0.99 node0\n10.77.0.3 node2\n")
+        hosts[4].unplug()
+        names = ",".join(f"node{i}" for i in range(6))
+        command = by_hand(hosts, "--nnodes=6", f"--hosts={names}", "--wait=5")
+        jobs = [host.start(command) for host in hosts[:3]]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
+        off = r"(no answer from node4:29500 \(10\.77\.0\.5\)|.*No route to host)"
+        matched(
+            [
+                r"^1 of 6 hosts came in 5 s: node0$",
+                r"^node1 did not come: it is up, but no answer from node0:29500 "
+                r"\(10\.77\.0\.1\): it is off, or a firewall drops the port$",
+                r"^node2 did not come: it is up, but there the name node0 is "
+                r"10\.77\.0\.99, and node0 is 10\.77\.0\.1$",
+                r"^node3 did not come: node3:29500 .* is up, but nothing listens",
+                rf"^node4 did not come: {off}",
+                r"^node5 did not come: node0 does not know the name node5$",
+            ],
+            found(jobs[0]),
+        )
+        matched([r"^node1 cannot come to node0: no answer"], found(jobs[1]))
+        matched([r"^node2 cannot come to node0: there the name"], found(jobs[2]))
+
+
+@on_hosts
+def test_the_endpoint_does_not_come(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        command = by_hand(hosts, "--nnodes=2", "--wait=1")
+        job = hosts[1].start(command)
+        assert job.wait(TIMEOUT_S) == 1
+        want = [r"^node1 cannot come to node0: node0:29500 .* is up, but nothing"]
+        matched(want, found(job))
+
+
+@on_hosts
+def test_a_host_that_calls_itself_localhost(tmp_path):
+    with Hosts(3, tmp_path) as hosts:
+        for host in hosts[1:]:
+            plant_names(host, f"127.0.0.1 localhost {host.name}\n10.77.0.1 node0\n")
+        command = by_hand(hosts, "--nnodes=4", "--wait=3")
+        jobs = [host.start(command) for host in hosts[:2]]
+        jobs += [hosts[2].start([*command, "--local-addr=10.77.0.3"])]  # the cure
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
+        matched(
+            [
+                r"^3 of 4 hosts came in 3 s: node0, node1, node2$",
+                r"^node1 would tell the others to call localhost$",
+            ],
+            found(jobs[0]),
+        )
+        assert "in torchrun's line: --local-addr=10.77.0.2" in jobs[0].output
+
+
+@pytest.mark.skipif(not shutil.which("scontrol"), reason="there is no Slurm")
+def test_slurm_names_the_hosts(preflight, tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("ClusterName=c\nSlurmctldHost=node0\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[0-1]")
+    args = argparse.Namespace(hosts="")
+    assert preflight.names_of_hosts(args, 2) == ["node0", "node1"]
+    assert preflight.names_of_hosts(args, 1) == []  # the job has nodes to spare
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_every_pair_meets_once(preflight, count):
+    rounds = list(
+        zip(*(preflight.partners(count, x) for x in range(count)), strict=True)
+    )
+    pairs = []
+    for others in rounds:
+        for x, other in enumerate(others):
+            assert other is None or others[other] == x != other
+        pairs += [{x, y} for x, y in enumerate(others) if y is not None and x < y]
+    assert len(pairs) == count * (count - 1) // 2
+    assert all(pairs.count(pair) == 1 for pair in pairs)
+
+
+def bad(*words, **env):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        env=clean_env(**QUIET, **env),
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2 and done.stdout == "", done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("preflight.py: error: ")
+    return line
+
+
+def test_bad_input():
+    meet = "--rdzv-endpoint=node0:29500"
+    assert "torchrun's flags" in bad()
+    assert "number" in bad("--nnodes=two", meet)
+    assert "script" in bad("--nnodes=2", meet, "multinode.py", "50", "10")
+    assert "where do they meet" in bad("--nnodes=2")
+    assert "2 hosts and --nnodes says 3" in bad("--hosts=a,b", "--nnodes=3", meet)
+    assert "--wait" in bad("--wait=soon", "--nnodes=2", meet)
+
+
+def test_half_an_environment_is_bad_input():
+    assert "MASTER_ADDR" in bad(RANK=0, LOCAL_RANK=0)
+    assert "torchrun's flags" in bad(RANK=0)  # as a Kubernetes operator sets it

@@ -1,0 +1,228 @@
+"""slurm/multinode.sbatch on a real Slurm: two nodes, which are hosts of their own."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.diffs import ROOT
+from tests import slurm_cluster
+from tests.rungs import TIMEOUT_S, load, plant, same_bits
+
+pytestmark = pytest.mark.skipif(
+    bool(slurm_cluster.why_not()), reason=f"no Slurm: {slurm_cluster.why_not()}"
+)
+SCRIPT = "slurm/multinode.sbatch"
+VARIANT = "variants/preemptible.py"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+# The first time the job runs, all ranks wait in step 80 until they are told to stop.
+STOP_IN_STEP_80 = """
+class Trainer(Trainer):
+    steps = 0
+    def _run_batch(self, source, targets):
+        self.steps += 1
+        if self.steps == 80 and "SLURM_RESTART_COUNT" not in os.environ:
+            print("in step 80", flush=True)
+            while not self.sigterm:
+                time.sleep(0.01)
+        return super()._run_batch(source, targets)
+"""
+CRASH_IN_STEP_8 = """
+class Trainer(Trainer):
+    steps = 0
+    def _run_batch(self, source, targets):
+        self.steps += 1
+        assert self.steps != 8 or dist.get_rank() != 1, "planted"
+        return super()._run_batch(source, targets)
+"""
+# In the place of torchrun where it matters only what Slurm and the job script do.
+STAND_IN = """#!/bin/sh
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun $*"
+exec sleep 600
+"""
+LOW_AND_HIGH = [
+    "PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE"
+    " GraceTime=60",
+    "PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF",
+]
+
+
+class Job:
+    """A job of the script, in a folder of its own."""
+
+    def __init__(self, slurm, folder, *words, stand_in=False, planted="", sbatch=()):
+        self.slurm, self.folder = slurm, folder
+        plant(VARIANT, folder, before_main=planted)
+        script = (ROOT / SCRIPT).read_text()
+        for old, new in sbatch:
+            assert script.count(old) == 1
+            script = script.replace(old, new)
+        (folder / "multinode.sbatch").write_text(script)
+        path = Path(sys.executable).parent
+        if stand_in:
+            path = folder / "bin"
+            path.mkdir()
+            (path / "torchrun").write_text(STAND_IN)
+            (path / "torchrun").chmod(0o755)
+        words = [folder / "multinode.sbatch" if x == SCRIPT else x for x in words]
+        env = ["env", f"PATH={path}:{os.environ['PATH']}", "PYTHONWARNINGS=ignore"]
+        self.number = slurm.run(
+            *env, "sbatch", "--parsable", f"--chdir={folder}", *words
+        ).strip()
+
+    @property
+    def output(self):
+        path = self.folder / f"slurm-{self.number}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def facts(self):
+        return self.slurm.job(self.number)
+
+    def wait_until(self, happens, what, timeout=TIMEOUT_S):
+        try:
+            return self.slurm.wait_until(happens, timeout, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.facts}\n{self.output}") from None
+
+    def wait_for(self, pattern):
+        def seen():
+            ended = self.facts["JobState"] in ENDED
+            found = re.search(pattern, self.output)
+            assert found or not ended, f"it has ended without {pattern!r}"
+            return found
+
+        return self.wait_until(seen, f"no {pattern!r}")
+
+    def wait_for_requeue(self):
+        self.wait_until(lambda: self.facts["Restarts"] != "0", "not requeued")
+
+    def end(self):
+        """What Slurm knows of the job when it has ended."""
+        self.wait_until(lambda: self.facts["JobState"] in ENDED, "not at an end")
+        return self.facts
+
+    def cancel(self):
+        self.slurm.run("scancel", self.number)
+        return self.end()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    conf = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    conf |= {"KillOnBadExit": 1, "WaitTime": 1}  # what the script has to stand up to
+    with slurm_cluster.Slurm(2, folder, gpus=2, partitions=LOW_AND_HIGH, **conf) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def near_its_time_limit(slurm, tmp_path_factory):
+    """Slurm looks for such jobs twice a minute: it waits while other tests run."""
+    words = ["--time=1", "--signal=TERM@60", "--nodes=1", SCRIPT, 50, 10]
+    return Job(slurm, tmp_path_factory.mktemp("late"), *words, stand_in=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, near_its_time_limit, tmp_path_factory):
+    words = ["--gpus-per-node=1", "--job-name=run7", SCRIPT, 5, 2]
+    job = Job(slurm, tmp_path_factory.mktemp("undisturbed"), *words)
+    facts = job.end()
+    assert facts["JobState"] == "COMPLETED", job.output
+    return job
+
+
+def test_one_process_per_gpu_and_one_torchrun_per_node(undisturbed):
+    assert "2 x cpu, batch 32 each: effective batch 64" in undisturbed.output
+    assert undisturbed.output.count("\nepoch 5/5 ") == 1
+    assert undisturbed.facts["Restarts"] == "0"
+    assert load(undisturbed.folder / "run7.pt")["EPOCHS_RUN"] == 5
+
+
+def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(
+    slurm, undisturbed, tmp_path
+):
+    words = ["--gpus-per-node=1", "--job-name=run7", SCRIPT, 5, 2]
+    job = Job(slurm, tmp_path, *words, planted=STOP_IN_STEP_80)
+    job.wait_for("in step 80(.|\n)*in step 80")
+    slurm.run("scancel", "--signal=TERM", job.number)
+    job.wait_for_requeue()
+    assert "preempted 1024 samples later" in job.output, "80 steps: 2.5 epochs"
+    assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1024
+    facts = job.end()
+    assert facts["JobState"] == "COMPLETED", job.output
+    assert facts["Restarts"] == "1"
+    assert "resuming from run7.pt: 2 of 5 epochs are finished" in job.output
+    assert not (tmp_path / "run7.pt.preempted").exists()
+    mine, other = load(tmp_path / "run7.pt"), load(undisturbed.folder / "run7.pt")
+    assert same_bits(mine, other)
+
+
+def test_a_crash_is_not_requeued(slurm, tmp_path):
+    """Without a GPU there are two processes per node."""
+    once = ("--max-restarts=3", "--max-restarts=0")
+    job = Job(slurm, tmp_path, SCRIPT, 5, 2, planted=CRASH_IN_STEP_8, sbatch=[once])
+    facts = job.end()
+    assert "4 x cpu, batch 32 each: effective batch 128" in job.output
+    assert "AssertionError: planted" in job.output
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
+    assert facts["Restarts"] == "0"
+    assert not (tmp_path / "multinode.pt.preempted").exists()
+
+
+def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
+    slurm, tmp_path
+):
+    job = Job(slurm, tmp_path, "--gpus-per-node=2", SCRIPT, 50, 10, stand_in=True)
+    job.wait_for("torchrun(.|\n)*torchrun")
+    (flags,) = {x for x in job.output.splitlines() if "torchrun" in x and "host=1" in x}
+    assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
+    assert f"--rdzv-id={job.number}.0 " in flags
+    assert flags.endswith("variants.preemptible 50 10 --snapshot-path=multinode.pt")
+    slurm.run("scancel", "--signal=TERM", job.number)
+    job.wait_for_requeue()
+    job.wait_for(rf"--rdzv-id={job.number}\.1 ")
+    assert job.cancel()["JobState"] == "CANCELLED"
+
+
+def test_cancelled_it_stays_cancelled(slurm, tmp_path):
+    job = Job(slurm, tmp_path, SCRIPT, 50, 10, stand_in=True)
+    job.wait_for("torchrun(.|\n)*torchrun")
+    facts = job.cancel()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+    assert (tmp_path / "multinode.pt.preempted").exists(), "told to stop, all the same"
+    assert job.facts["JobState"] == "CANCELLED"
+
+
+def test_a_job_that_matters_more_takes_the_nodes_and_gives_them_back(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "--gpus-per-node=2", SCRIPT, 50, 10, stand_in=True)
+    job.wait_for("torchrun(.|\n)*torchrun")
+    other = ["--partition=high", "--nodes=2", "--gpus-per-node=2", "--wrap=sleep 1"]
+    slurm.run("sbatch", f"--chdir={tmp_path}", "--output=other.out", *other)
+    job.wait_for_requeue()
+    job.wait_for(rf"--rdzv-id={job.number}\.1 ")
+    assert job.cancel()["JobState"] == "CANCELLED"
+
+
+def test_shortly_before_its_time_limit_it_is_requeued(near_its_time_limit):
+    near_its_time_limit.wait_for_requeue()
+    assert near_its_time_limit.cancel()["JobState"] == "CANCELLED"
+
+
+def test_a_node_loses_its_power_and_the_job_goes_on_with_the_other(tmp_path):
+    # Defaults: a node is down when it has been silent for 300 s; the processes on the
+    # others get SIGKILL 30 s later; two nodes or none.
+    short = {"SlurmdTimeout": 5, "MessageTimeout": 5, "KillWait": 2}
+    with slurm_cluster.Slurm(2, tmp_path, gpus=1, **short) as slurm:
+        words = ["--nodes=1-2", "--gpus-per-node=1", SCRIPT, 10**6, 1]
+        job = Job(slurm, tmp_path / "job", *words)
+        job.wait_for("epoch 2 saved")
+        slurm.nodes[1].unplug()
+        job.wait_for_requeue()
+        before = int(re.findall(r"epoch (\d+) saved", job.output)[-1])
+        job.wait_for(f"resuming from multinode.pt: {before} of")
+        assert "1 x cpu, batch 32 each: effective batch 32" in job.output
+        job.wait_for(f"epoch {before + 1} saved")
