@@ -38,7 +38,7 @@ from pathlib import Path
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 # The names of all, in a file that only this host has, and that goes with it.
-NAMES = 'cd /dev/shm; echo "$0" > names; mount --bind names /etc/hosts; rm names'
+NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
 HOLD = "echo; read _"  # a namespace lives until the pipe to its first process closes
 
 

@@ -57,7 +57,7 @@ class Trainer:
         self.samples_run = 0  # of the epoch that is under way, by all ranks together
         sigterm = self.sigterm = torch.zeros(1)
         signal.signal(signal.SIGTERM, lambda *_: sigterm.fill_(1))
-        self.cpu_group = dist.new_group(backend="gloo")  # does not wait for the device
+        self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self._load_snapshot()
 
     def train(self, total_epochs):

@@ -1,0 +1,342 @@
+"""preemptible.py: told to stop, it saves inside the epoch and resumes at that step."""
+
+import json
+import os
+import re
+import uuid
+
+import pytest
+import torch
+
+from docs.diffs import ROOT
+from tests.rungs import (
+    IN_STEP_80,
+    Done,
+    forked,
+    launch,
+    left_over,
+    load,
+    plant,
+    run,
+    same_bits,
+    weights,
+)
+
+NAME = "variants/preemptible.py"
+
+# Put into a copy, it notes the samples of each step in the file `trained`, and sends
+# SIGTERM to its own process
+# - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
+#   before which all samples of the epoch are run;
+# - where LATE is "N RANK": when that rank has just learned, before its Nth step, that
+#   no rank was told to stop.
+HOOKS = """
+import pathlib
+
+class Noted(torch.utils.data.Dataset):
+    def __init__(self, data): self.data, self.seen = data, []
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.data[index]
+
+_load_train_objs = load_train_objs
+def load_train_objs():
+    train_set, *rest = _load_train_objs()
+    return Noted(train_set), *rest
+
+_rank = os.environ["RANK"]
+
+def _tell():
+    import signal
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Trainer(Trainer):
+    def _run_batch(self, source, targets):
+        seen = self.train_data.dataset.seen[-len(source):]
+        with open("trained", "a") as file:
+            print(self.epochs_run, self.samples_run, *seen, file=file)
+        self._maybe_tell()
+        return super()._run_batch(source, targets)
+    def _evaluate(self):
+        self._maybe_tell()
+        return super()._evaluate()
+    def _maybe_tell(self):
+        here = f"{self.epochs_run} {self.samples_run} {_rank}"
+        if os.environ.get("TOLD") == here:
+            _tell()
+
+_all_reduce, _asked = dist.all_reduce, 0
+def _noted_all_reduce(*args, group=None, **options):
+    global _asked
+    _all_reduce(*args, group=group, **options)
+    if group is not None:
+        _asked += 1
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        pathlib.Path("timeout").write_text(str(timeout.total_seconds()))
+        if os.environ.get("LATE") == f"{_asked} {_rank}":
+            _tell()
+dist.all_reduce = _noted_all_reduce
+"""
+LINEAR = "torch.nn.Linear(20, 1)"
+DROPOUT = f'torch.nn.Sequential(torch.nn.Dropout(float(os.environ["P"])), {LINEAR})'
+
+
+def ranks(script, *args, cwd, nprocs=2, **env):
+    """Run ranks without torchrun, so that the exit status of each is seen.
+
+    They are forked (see `forked`), and each has a folder of its own, `cwd`/RANK.
+    Returns [Done of each rank].
+    """
+    read, write = os.pipe()
+    pids = []
+    for rank in range(nprocs):
+        folder = cwd / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                where = {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(read, 5)}
+                where["MASTER_PORT"] = int(where["MASTER_PORT"])
+                where |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nprocs}
+                where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+                done = forked(script, *args, cwd=folder, **where, **env)
+                (folder / "done").write_text(json.dumps(done))
+            finally:
+                os._exit(0)
+    # After the forks: a store has threads.
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    os.write(write, f"{store.port:5}".encode() * nprocs)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+    files = [cwd / str(rank) / "done" for rank in range(nprocs)]
+    return [Done(*json.loads(file.read_text())) for file in files]
+
+
+def position(path):
+    """(EPOCHS_RUN, SAMPLES_RUN) of a snapshot."""
+    snapshot = load(path)
+    return snapshot["EPOCHS_RUN"], snapshot["SAMPLES_RUN"]
+
+
+def trained(folder):
+    """[(EPOCHS_RUN, sample)] of all steps of all ranks."""
+    lines = [x.split() for y in folder.glob("*/trained") for x in y.open()]
+    return [(int(x[0]), int(index)) for x in lines for index in x[2:]]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A copy that notes what it does and stops where the test says, with dropout."""
+    folder = tmp_path_factory.mktemp("copy")
+    return plant(NAME, folder, (LINEAR, DROPOUT), before_main=HOOKS)
+
+
+@pytest.fixture
+def preempt(script, tmp_path):
+    """`preempt(*args, told=, expect=)`: a run that must end by being preempted."""
+
+    def get(*args, expect, **env):
+        path = tmp_path / "snapshot.pt"
+        args = (*args, "--snapshot-path", path)
+        done = ranks(script, *args, cwd=tmp_path, **{"P": 0} | env)
+        assert {x.returncode for x in done} == {os.EX_TEMPFAIL}, done
+        assert done[0].stdout.endswith(f"preempted {expect[1]} samples later\n")
+        assert not any(x.stdout for x in done[1:]), "one rank saves"
+        (tmp_path / "snapshot.pt.preempted").unlink()
+        assert position(path) == expect
+        return done[0].stdout
+
+    return get
+
+
+def test_sigterm_to_torchrun(runs, tmp_path):
+    """As Slurm and clouds send it, in the middle of the third epoch of five."""
+    # Rank 1 waits in its step until torchrun has passed the signal on.
+    tell = "os.kill(os.getppid(), signal.SIGTERM)\n            "
+    tell += "while not self.sigterm: time.sleep(0.01)"
+    block = IN_STEP_80.format(tell)
+    script = plant(NAME, tmp_path / "copy", before_main=block)
+    mark = uuid.uuid4().hex
+    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    assert done.returncode == 1, "as after a crash"
+    assert "got signal: 15" in done.stderr
+    assert not left_over(mark)
+    assert done.stdout.endswith("preempted 1024 samples later\n")
+    names = sorted(x.name for x in tmp_path.iterdir())
+    assert names == ["copy", "snapshot.pt", "snapshot.pt.preempted"]
+    assert position(tmp_path / "snapshot.pt") == (2, 1024)
+    path = tmp_path / "snapshot.pt"
+    done, _ = ranks(ROOT / NAME, 5, 2, "--snapshot-path", path, cwd=tmp_path)
+    line = f"resuming from {path}: 2 of 5 epochs are finished and 1024 samples of the"
+    assert f"{line} next\n" in done.stdout
+    assert re.findall(r"epoch (\d)/5", done.stdout) == ["3", "4", "5"]
+    assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
+
+
+# torchrun, but that SIGKILL comes not 30 s after a process has failed but one.
+IMPATIENT = """
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.run import main
+assert PContext.close.__defaults__ == (None, 30)
+PContext.close.__defaults__ = None, 1
+main()
+"""
+
+
+def test_a_slow_save_is_not_cut_off(tmp_path):
+    """One process is told. It goes when rank 0 has saved, as torchrun then ends all."""
+    slow = """
+_save = utils.save_atomically
+def _save_slowly(*args):
+    time.sleep(4)
+    _save(*args)
+utils.save_atomically = _save_slowly
+"""
+    tell = IN_STEP_80.format("os.kill(os.getpid(), signal.SIGTERM)")
+    script = plant(NAME, tmp_path / "copy", before_main=slow + tell)
+    mark = uuid.uuid4().hex
+    command = launch(script, 5, 5)
+    at = command.index("-m")
+    assert command[at + 1] == "torch.distributed.run"
+    done = run(
+        [*command[:at], "-c", IMPATIENT, *command[at + 2 :]], tmp_path, MARK=mark
+    )
+    assert done.returncode == 1
+    assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
+    assert not left_over(mark)
+    assert position(tmp_path / "snapshot.pt") == (2, 1024)
+    assert (tmp_path / "snapshot.pt.preempted").exists()
+
+
+def test_wherever_it_is_told_to_stop_nothing_is_lost(script, preempt, tmp_path):
+    """In the first epoch, at once after resuming, in a last step, while it evaluates.
+
+    Each time one rank alone is told. With dropout, the weights end bit-identical.
+    """
+    whole, path = tmp_path / "whole", tmp_path / "snapshot.pt"
+    args = (5, 2, "--snapshot-path")
+    undisturbed = ranks(script, *args, whole / "snapshot.pt", cwd=whole, P=0.1)
+    assert [x.returncode for x in undisturbed] == [0, 0]
+    stops = [
+        ("0 320 1", (0, 384), "starting from scratch"),
+        ("0 384 0", (0, 448), "0 of 5 epochs are finished and 384 samples of the next"),
+        ("2 1984 1", (3, 0), "0 of 5 epochs are finished and 448 samples of the next"),
+        ("3 2048 0", (4, 0), "3 of 5 epochs are finished\n"),
+        ("4 960 1", (4, 1024), "4 of 5 epochs are finished\n"),
+    ]
+    outputs = []
+    for told, expect, line in stops:
+        outputs.append(preempt(5, 2, expect=expect, TOLD=told, P=0.1))
+        assert line in outputs[-1]
+    # Told while it evaluates for the last time, it ends as if it had not been told.
+    done = ranks(script, *args, path, cwd=tmp_path, P=0.1, TOLD="4 2048 0")
+    assert [x.returncode for x in done] == [0, 0]
+    assert not (tmp_path / "snapshot.pt.preempted").exists()
+    outputs.append(done[0].stdout)
+    for rank in "01":
+        steps = (whole / rank / "trained").read_text()
+        assert (tmp_path / rank / "trained").read_text() == steps
+    epochs = r"epoch (\d)/5 .* held-out loss (\S+)"
+    curve = re.findall(epochs, undisturbed[0].stdout)
+    assert len(curve) == 5
+    assert re.findall(epochs, "".join(outputs)) == curve
+    assert same_bits(load(path), load(whole / "snapshot.pt"))
+
+
+def test_told_just_after_the_ranks_agreed_to_go_on(preempt, tmp_path):
+    """The rank that is told goes on, too: it says so before the next step."""
+    preempt(5, 5, expect=(0, 5 * 64), LATE="5 1")
+    found = [float((tmp_path / rank / "timeout").read_text()) for rank in "01"]
+    assert found == [300, 300], "and no rank waits longer for the others' answers"
+
+
+def test_the_rest_of_an_epoch_on_more_processes_or_fewer(
+    script, preempt, runs, tmp_path
+):
+    """2 x 32, 4 x 16, 1 x 64: each sample once, and the model of one process."""
+    preempt(5, 5, expect=(2, 1024), TOLD="2 960 1")
+    options = {"nprocs": 4, "expect": (2, 1536), "TOLD": "2 1472 3"}
+    preempt(5, 5, "--batch-size", 16, **options)
+    path = tmp_path / "snapshot.pt"
+    args = (5, 5, "--batch-size", 64, "--snapshot-path", path)
+    (done,) = ranks(script, *args, cwd=tmp_path, nprocs=1, P=0)
+    assert done.returncode == 0, done.stderr
+    everything = [(epoch, sample) for epoch in range(5) for sample in range(2048)]
+    assert sorted(trained(tmp_path)) == everything
+    alone = weights(runs("single_gpu.py")[0] / "snapshot.pt")
+    torch.testing.assert_close(weights(path), alone, rtol=0, atol=1e-6)
+
+
+def test_the_sampler_leaves_out_what_is_trained():
+    """And nothing, where nobody says that something is."""
+    from variants.preemptible import ResumableSampler
+
+    sampler = ResumableSampler(range(10), num_replicas=2, rank=1, shuffle=False)
+    assert list(sampler) == [1, 3, 5, 7, 9]
+    sampler.start = 3
+    assert list(sampler) == [7, 9]
+
+
+def test_no_step_is_left_of_the_epoch(script, preempt, tmp_path):
+    """64 samples are left, and the next run's steps have 128: the epoch has no loss."""
+    options = {"nprocs": 1, "expect": (0, 1984), "TOLD": "0 1920 0"}
+    preempt(2, 2, "--batch-size", 64, **options)
+    args = (2, 2, "--batch-size", 64, "--snapshot-path", tmp_path / "snapshot.pt")
+    done = ranks(script, *args, cwd=tmp_path, P=0)
+    assert [x.returncode for x in done] == [0, 0], done
+    assert re.search(r"epoch 1/2 \| train loss nan \| held-out loss \d", done[0].stdout)
+    assert position(tmp_path / "snapshot.pt") == (2, 0)
+    assert len(trained(tmp_path)) == 1984 + 2048
+
+
+def snapshot_of(runs, epochs_run, samples_run):
+    """A snapshot as preemptible.py writes it, or as its parent does (None)."""
+    snapshot = load(runs("multinode.py")[0] / "snapshot.pt") | {
+        "EPOCHS_RUN": epochs_run
+    }
+    return snapshot if samples_run is None else snapshot | {"SAMPLES_RUN": samples_run}
+
+
+NEWEST = [
+    ((2, None), (2, 1024), "2 of 4 epochs are finished and 1024 samples of the next\n"),
+    ((2, 1984), (3, None), "3 of 4 epochs are finished\n"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "line"), NEWEST)
+def test_the_newest_snapshot_is_told_by_its_samples_too(
+    runs, tmp_path, first, second, line
+):
+    """Each rank has its own disk. A snapshot of multinode.py will do as well."""
+    for rank, what in enumerate((first, second)):
+        (tmp_path / str(rank)).mkdir()
+        path = tmp_path / str(rank) / "snapshot.pt"
+        torch.save(snapshot_of(runs, *what), path)
+    done = ranks(ROOT / NAME, 4, 4, cwd=tmp_path)
+    assert [x.returncode for x in done] == [0, 0], done
+    assert f"resuming from snapshot.pt: {line}" in done[0].stdout
+    assert position(tmp_path / "0" / "snapshot.pt") == (4, 0)
+
+
+@pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])
+def test_other_rungs_repeat_the_interrupted_epoch(runs, tmp_path, name):
+    """They take what is finished: nothing, if the first epoch was interrupted."""
+    lines = {0: "starting from scratch", 2: "2 of 5 epochs are finished\n"}
+    for epochs_run, line in lines.items():
+        path = tmp_path / f"{epochs_run}.pt"
+        torch.save(snapshot_of(runs, epochs_run, 1024), path)
+        nprocs = 2 if name == "multinode.py" else 1
+        args = (5, 5, "--batch-size", 64 // nprocs, "--snapshot-path", path)
+        if name == "multinode.py":
+            done = ranks(ROOT / name, *args, cwd=tmp_path)[0]
+        else:
+            done = forked(ROOT / name, *args, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert line in done.stdout
+        found = re.findall(r"epoch (\d)/5 ", done.stdout)
+        assert found == [str(x) for x in range(epochs_run + 1, 6)]
+    alone = weights(runs("single_gpu.py")[0] / "snapshot.pt")
+    torch.testing.assert_close(weights(tmp_path / "0.pt"), alone, rtol=0, atol=1e-6)
