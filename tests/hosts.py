@@ -181,7 +181,10 @@ class Host:
         self.run("sh", "-ec", NAMES, self.hosts.names)
         self.run("ip", "link", "set", "lo", "up")
         inside = f"/proc/{self.pid}/ns/net"
-        peer = ["peer", "name", "eth0", "netns", inside]
+        # Its own card, as a real machine's: neighbours remember it, and would look for
+        # the old one for half a minute if there were a new one after each boot.
+        card = f"02:00:0a:4d:00:{self.number + 1:02x}"
+        peer = ["peer", "name", "eth0", "address", card, "netns", inside]
         self.hosts.run("ip", "link", "add", self.link, "type", "veth", *peer)
         self.hosts.run("ip", "link", "set", self.link, "master", "switch", "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")

@@ -1,0 +1,41 @@
+"""The tool that kills at random: a short run of it, and what it says to bad input."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from docs.diffs import ROOT
+from tests.hosts import why_not
+from tests.rungs import TIMEOUT_S
+
+COMMAND = [sys.executable, "-W", "ignore", "-m", "tests.chaos"]
+
+
+def chaos(*args, timeout=TIMEOUT_S):
+    return subprocess.run(
+        [*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
+    """The agent is killed while its worker writes a snapshot."""
+    done = chaos("--kills", "3", "--seed", "7", timeout=5 * TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in done.stdout
+    assert re.search(r"while a snapshot was written: [1-3];", done.stdout)
+    assert "final weights and optimizer state: the same bits" in done.stdout
+    assert "left beside the snapshot: nothing" in done.stdout
+    twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", done.stdout)
+    assert 0 < int(twice[1]) <= 64, "what was hit in its write is done again"
+
+
+@pytest.mark.parametrize("args", [("--kills", "0"), ("--only", "everybody")])
+def test_bad_input_is_one_line(args):
+    done = chaos(*args)
+    assert done.returncode == 2
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("chaos.py: error: ")
