@@ -1,4 +1,4 @@
-"""What both benchmarks print first: what ran, and where."""
+"""What all benchmarks print first: what ran, and where."""
 
 import importlib.metadata
 import os

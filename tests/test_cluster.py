@@ -3,6 +3,8 @@
 What is planted in the copies that run here: a time-out of 10 s instead of five minutes,
 so that a silent loss is noticed within a test's patience, and steps of 10 ms, so that
 something can happen before the training is over.
+
+`pytest -s tests/test_cluster.py | grep measured` prints how long each recovery took.
 """
 
 import math
@@ -56,6 +58,10 @@ def saved(job, until=math.inf):
     lines = [line for t, line in job.lines if t <= until]
     found = re.findall(r"epoch (\d+) saved", "\n".join(lines))
     return max(map(int, found), default=0)
+
+
+def measured(what, since, until):
+    print(f"\nmeasured: {until - since:5.1f} s {what}")
 
 
 def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
@@ -115,11 +121,12 @@ def test_a_host_dies_and_comes_back(tmp_path):
     """
     command = torchrun(impatient(tmp_path), 10**6, 2, nnodes="1:2")
 
-    def resumed(job, since, world):
+    def resumed(job, since, world, what):
         """The epoch from which it went on, once it is that many processes."""
         job.wait_for(f"^{world} x cpu", TIMEOUT_S, since)
         when, found = job.wait_for(r"resuming from \S+ (\d+) of", TIMEOUT_S, since)
-        _, then = job.wait_for(r"epoch (\d+)/", TIMEOUT_S, since=when)
+        when, then = job.wait_for(r"epoch (\d+)/", TIMEOUT_S, since=when)
+        measured(f"from {what} to the end of the next epoch", since, when)
         assert int(then[1]) == int(found[1]) + 1
         return int(found[1])
 
@@ -130,13 +137,13 @@ def test_a_host_dies_and_comes_back(tmp_path):
         first.wait_for("epoch 5/", TIMEOUT_S)
         other.kill()
         gone = time.monotonic()
-        assert resumed(first, gone, world=1) == saved(first, until=gone)
+        assert resumed(first, gone, 1, "the kill") == saved(first, until=gone)
         assert re.search(f"RuntimeError: .*({RESET})", first.output)
 
         other.boot()
         back = time.monotonic()
         second = other.start(command, **ENV)
-        assert resumed(first, back, world=2) >= saved(first, until=back)
+        assert resumed(first, back, 2, "the return") >= saved(first, until=back)
         assert first.process.poll() is None and second.process.poll() is None
         # A launcher and its process, on both hosts.
         assert len(one.processes()) == len(other.processes()) == 2
@@ -146,7 +153,7 @@ def test_a_host_dies_and_comes_back(tmp_path):
 
         other.unplug()
         gone = time.monotonic()
-        assert resumed(first, gone, world=1) == saved(first, until=gone)
+        assert resumed(first, gone, 1, "the unplugging") == saved(first, until=gone)
         assert "Timed out waiting 10000ms" in first.output
 
 
@@ -169,7 +176,12 @@ def test_the_host_of_the_rendezvous_dies(tmp_path, disks):
         second = other.start(torchrun(script, 10**6, 2), **ENV)
         first.wait_for("epoch 5/", TIMEOUT_S)
         one.kill()
+        killed = time.monotonic()
         assert second.wait(TIMEOUT_S) == 1
+        what = (
+            "from the death of the rendezvous' host to the end of the other's launcher"
+        )
+        measured(what, killed, time.monotonic())
         assert (
             "RendezvousConnectionError: The connection to the C10d store"
             in second.output
@@ -197,7 +209,9 @@ def test_a_link_is_cut_and_mended(tmp_path):
         time.sleep(3)
         assert not epochs(jobs[0], since=cut), "nobody can go on alone"
         other.mend()
-        jobs[0].wait_for("epoch", TIMEOUT_S, since=time.monotonic())
+        mended = time.monotonic()
+        when, _ = jobs[0].wait_for("epoch", TIMEOUT_S, since=mended)
+        measured("from the mending of a short cut to the next epoch", mended, when)
         every = epochs(jobs[0])
         assert every == list(range(1, len(every) + 1)), "nothing was done twice"
         assert "Error" not in jobs[0].output + jobs[1].output
@@ -212,7 +226,8 @@ def test_a_link_is_cut_and_mended(tmp_path):
             r"resuming from \S+ (\d+) of", TIMEOUT_S, since=mended
         )
         assert int(found[1]) == kept
-        jobs[0].wait_for("epoch", TIMEOUT_S, since=mended)
+        when, _ = jobs[0].wait_for("epoch", TIMEOUT_S, since=mended)
+        measured("from the mending of a long cut to the next epoch", mended, when)
 
 
 def test_a_link_is_cut_for_good(tmp_path):
@@ -227,7 +242,12 @@ def test_a_link_is_cut_for_good(tmp_path):
         jobs = [host.start(command, **ENV) for host in (one, other)]
         jobs[0].wait_for("epoch 3/", TIMEOUT_S)
         other.cut()
-        statuses = [job.wait(2 * TIMEOUT_S) for job in jobs]
+        cut, statuses = time.monotonic(), []
+        for job, where in ((jobs[1], "the host cut off"), (jobs[0], "the other")):
+            statuses.append(job.wait(2 * TIMEOUT_S))
+            measured(
+                f"from the cut to the launcher's end on {where}", cut, time.monotonic()
+            )
         kept = saved(jobs[0])
         assert load(tmp_path / "disk" / "snapshot.pt")["EPOCHS_RUN"] == kept
         assert statuses == [1, 1]
