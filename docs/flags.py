@@ -87,9 +87,13 @@ PROGRAMS = {
 def parse(command):
     """Let each program of a command line parse its own words."""
     for part in re.split(r"&&|;", command):
-        words = shlex.split(part)
+        words = shlex.split(part, comments=True)
+        exports = words[:1] == ["export"]
+        words = words[exports:]
         while words and re.fullmatch(r"\w+=\S*", words[0]):
             words.pop(0)
+        if exports and not words:
+            continue
         for name, parser in PROGRAMS.items():
             if words[: len(name.split())] == name.split():
                 parser(words[len(name.split()) :])
