@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -185,6 +186,20 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
     job.wait_for(rf"--rdzv-id={job.number}\.1 ")
+    assert job.cancel()["JobState"] == "CANCELLED"
+
+
+def test_what_is_told_to_the_first_process_alone_is_handed_on(slurm, tmp_path):
+    """As with proctrack/cgroup, which this Slurm does not have."""
+    pretend = ("'ProctrackType.*cgroup'", "ProctrackType")
+    words = ["--gpus-per-node=2", SCRIPT, 50, 10]
+    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[pretend])
+    job.wait_for("torchrun(.|\n)*torchrun")
+    for node in slurm.nodes:
+        lines = node.processes().items()
+        (first,) = [pid for pid, line in lines if re.search(r"bash -c\s+told", line)]
+        os.kill(first, signal.SIGTERM)
+    job.wait_for_requeue()
     assert job.cancel()["JobState"] == "CANCELLED"
 
 
