@@ -278,6 +278,7 @@ def ask_missing(name, port):
     if not connection:
         return why, cure
     with connection, contextlib.suppress(OSError, ValueError, KeyError):
+        send(connection, {"asks": True})
         reply = receive(connection, 2 * CONNECT_S)
         return f"it is up, but {reply['why']}", f"on {name}: {reply['cure']}"
     return f"something else listens at port {port}", f"on {name}: ss -ltnp"
@@ -285,20 +286,21 @@ def ask_missing(name, port):
 
 def come(listener, me, fqdn, endpoint, port, deadline):
     """Go to the endpoint; while it cannot be reached, tell it why if it asks."""
-    asked = connection = None
+    asked, connection = False, None
     # The endpoint's host waits as long, then asks; or it is not there at all.
     while not asked and time.monotonic() < deadline + 2 * CONNECT_S:
         connection, why, cure = knock(endpoint, port)
         if connection:
             break
         listener.settimeout(0.5)
-        with contextlib.suppress(OSError):
-            asked, (caller, _) = listener.accept()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            caller_connection, (caller, _) = listener.accept()
+            asked = receive(caller_connection)["asks"]  # or it took us for the endpoint
             if resolve(endpoint) != caller and not endpoint[0].isdigit():
                 said = resolve(endpoint) or "unknown"
                 why = f"there the name {endpoint} is {said}, and {endpoint} is {caller}"
                 cure = f"getent hosts {endpoint}; grep -n {endpoint} /etc/hosts"
-            send(asked, {"why": why, "cure": cure})
+            send(caller_connection, {"why": why, "cure": cure})
     if not connection:
         say("FAIL", f"{me} cannot come to {endpoint}: {why}", cure)
         return False
