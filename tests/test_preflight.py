@@ -112,8 +112,8 @@ def test_faults_of_a_host(tmp_path):
                 r"^rank 2 on node1 multiplies wrongly",
                 r"^node0: its own name, node0, is 127\.0\.1\.1 there",
                 r"^node1: clock (99|100)\.\d+ s ahead of node0's",
-                r"^rank 1 on node1: all-reduce is wrong: torch\.bfloat16$",
-                r"^rank 2 on node1: all-reduce is wrong: torch\.bfloat16$",
+                r"^rank 1 on node1: all-reduce is wrong: bfloat16$",
+                r"^rank 2 on node1: all-reduce is wrong: bfloat16$",
             ],
             found(jobs[0]),
         )
@@ -275,3 +275,36 @@ def test_bad_input():
 def test_half_an_environment_is_bad_input():
     assert "MASTER_ADDR" in bad(RANK=0, LOCAL_RANK=0)
     assert "torchrun's flags" in bad(RANK=0)  # as a Kubernetes operator sets it
+
+
+# Instead of multiplying, rank 1 fails and rank 2 hangs.
+BROKEN_PYTHON = """
+import os, time
+import torch
+def matmul(one, other):
+    time.sleep(1000 * (os.environ["RANK"] == "2"))
+    raise RuntimeError("planted")
+if os.environ.get("RANK", "0") != "0":
+    torch.Tensor.__matmul__ = matmul
+"""
+
+
+def test_who_fails_says_so_and_who_hangs_is_named(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_PYTHON)
+    text = SCRIPT.read_text().replace("STEP_S = 30", "STEP_S = 5")
+    script = tmp_path / "preflight.py"
+    script.write_text(text.replace("ALL_S = 60", "ALL_S = 20"))
+    done = subprocess.run(
+        [sys.executable, script, "--nproc-per-node=3", "--standalone"],
+        capture_output=True,
+        text=True,
+        env=clean_env(**QUIET, PYTHONPATH=tmp_path),
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 1, done
+    for what in (
+        r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",
+        r"rank 0 on \S+, waiting for facts: TimeoutError: nothing from rank 1, 2",
+        r"rank 2 did not fail: the others may wait for it",
+    ):
+        assert re.search(rf"^FAIL  {what}", done.stdout, re.M), done.stdout

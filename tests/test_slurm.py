@@ -174,6 +174,16 @@ def test_a_crash_is_not_requeued(slurm, tmp_path):
     assert not (tmp_path / "multinode.pt.preempted").exists()
 
 
+def test_a_site_that_exports_nothing(slurm, tmp_path):
+    """The path is then set in the script, and srun hands all on to the tasks."""
+    line = "export SNAPSHOT=$SLURM_JOB_NAME.pt\n"
+    path = f"export PATH={tmp_path}/bin:$PATH\n"
+    words = ["--export=NONE", "--gpus-per-node=1", SCRIPT, 50, 10]
+    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[(line, path + line)])
+    job.wait_for(rf"--rdzv-id={job.number}\.0 .* --snapshot-path=multinode.pt")
+    assert job.cancel()["JobState"] == "CANCELLED"
+
+
 def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     slurm, tmp_path
 ):
