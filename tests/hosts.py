@@ -9,7 +9,7 @@ print. While they run, type what happens to them:
 
     kill node1          all its processes die at once, and their connections are closed
     unplug node1        the power goes: its processes die and nobody is told
-    start node1         it is back, and runs the command again
+    start node1         it is on again if it was off, and runs the command again
     cut node1           its link is down
     mend node1          its link is up again, at full speed
     slow node1 100mbit  its link carries no more than that, each way
@@ -20,7 +20,8 @@ All run in this folder, as on a shared disk; with --own-disks DIR, each in DIR/N
 exit status is 0 if the command ends with 0 on every host that still stands, else 1.
 
 Needs iproute2 and util-linux, and root or unprivileged user namespaces. The namespaces
-live as long as the process that made them, however that ends, and leave nothing behind.
+live as long as the process that made them, however that ends, and leave nothing behind
+but what the command has written.
 """
 
 import argparse
@@ -341,10 +342,12 @@ def main(count, command, own_disks=None, when=()):
 
         deeds = {"kill": lambda host: end(host, Host.kill)}
         deeds["unplug"] = lambda host: end(host, Host.unplug)
-        deeds["start"] = lambda host: start(host.boot())
+        deeds["start"] = lambda host: start(host if host.first else host.boot())
         deeds |= {"cut": Host.cut, "mend": Host.mend, "slow": Host.slow}
 
         def obey(line):
+            if not line.strip():
+                return
             print(f"-- {line.strip()}", flush=True)
             try:
                 deed, name, *rest = line.split()
@@ -362,7 +365,8 @@ def main(count, command, own_disks=None, when=()):
                 time.sleep(0.05)
         except KeyboardInterrupt:
             for job in jobs.values():
-                os.kill(job.pid, signal.SIGINT)
+                if job.process.poll() is None:
+                    os.kill(job.pid, signal.SIGINT)
         return int(any(job.wait(60) != 0 for job in jobs.values()) or not jobs)
 
 

@@ -154,7 +154,7 @@ def plant(name, folder, *changes, before_main=""):
     for old, new in (*changes, (entry, f"{before_main}\n\n{entry}")):
         assert text.count(old) == 1, f"{name} has {old!r} {text.count(old)} times"
         text = text.replace(old, new)
-    script = folder / name
+    script = folder / (name if name in RUNGS else Path(name).name)
     script.parent.mkdir(exist_ok=True)
     script.write_text(text)
     return script

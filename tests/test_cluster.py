@@ -25,7 +25,7 @@ CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 ENV = CURE | {"OMP_NUM_THREADS": 1, "PYTHONWARNINGS": "ignore"}
 # torchrun's patience, shorter than by default: 30 s, 5 s, 3 times, 60 s, 600 s.
 PATIENCE = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-PATIENCE += ",read_timeout=10,join_timeout=20"
+PATIENCE += ",read_timeout=30,join_timeout=20"
 SLOW = """
 class Trainer(Trainer):
     def _run_batch(self, source, targets):

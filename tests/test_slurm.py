@@ -207,7 +207,7 @@ def test_what_is_told_to_the_first_process_alone_is_handed_on(slurm, tmp_path):
     job.wait_for("torchrun(.|\n)*torchrun")
     for node in slurm.nodes:
         lines = node.processes().items()
-        (first,) = [pid for pid, line in lines if re.search(r"bash -c\s+told", line)]
+        (first,) = [pid for pid, line in lines if re.match(r"\S*bash -c\s+told", line)]
         os.kill(first, signal.SIGTERM)
     job.wait_for_requeue()
     assert job.cancel()["JobState"] == "CANCELLED"

@@ -91,7 +91,9 @@ class Trainer:
                     self._save_snapshot()
                     print(f"preempted {self.samples_run} samples later", flush=True)
                     open(f"{self.snapshot_path}.preempted", "w").close()
-                dist.barrier()  # when the first rank has gone, torchrun ends the others
+                dist.barrier(
+                    self.cpu_group
+                )  # when one has gone, torchrun ends the others
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
             torch.manual_seed(hash((epoch, self.samples_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=True)
