@@ -91,9 +91,7 @@ class Trainer:
                     self._save_snapshot()
                     print(f"preempted {self.samples_run} samples later", flush=True)
                     open(f"{self.snapshot_path}.preempted", "w").close()
-                dist.barrier(
-                    self.cpu_group
-                )  # when one has gone, torchrun ends the others
+                dist.barrier(self.cpu_group)  # or torchrun ends those who still save
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
             torch.manual_seed(hash((epoch, self.samples_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=True)
