@@ -17,7 +17,7 @@ TORCHRUN = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": 1,
 }
-UNDER_TORCHRUN = [x for x in RUNGS if commands(x)[0][0] == "torchrun"]
+UNDER_TORCHRUN = [x for x in RUNGS if any("torchrun" in y for y in commands(x))]
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
     "5": "the following arguments are required: save_every",
