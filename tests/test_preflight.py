@@ -36,6 +36,13 @@ dist.all_reduce = all_reduce
 torch.Tensor.__matmul__ = lambda one, other: _matmul(one, other) + 1
 """
 
+# For the Python of one host: a product that takes ten times as long.
+SLOW_PYTHON = """
+import torch
+_matmul = torch.Tensor.__matmul__
+torch.Tensor.__matmul__ = lambda *both: [_matmul(*both) for _ in range(10)][0]
+"""
+
 # Drops every TCP packet that has SYN and not ACK: classic BPF in an ingress filter.
 NO_SYN = "7,48 0 0 23,21 0 4 6,48 0 0 47,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
 
@@ -125,16 +132,20 @@ def test_faults_of_a_host(tmp_path):
 
 
 @on_hosts
-def test_a_slow_host_and_a_wrong_name(tmp_path):
+def test_a_slow_device_a_slow_link_and_a_wrong_name(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_PYTHON)
     with Hosts(3, tmp_path) as hosts:
         hosts[2].slow("100mbit")
         names = "10.77.0.1 node0\n10.77.0.99 node1\n10.77.0.3 node2\n"
         plant_names(hosts[0], names)
         command = [*TORCHRUN, "--nnodes=3", SCRIPT]
-        jobs = [host.start(command, **QUIET) for host in hosts]
+        envs = [QUIET, QUIET | {"PYTHONPATH": tmp_path}, QUIET]
+        both = zip(hosts, envs, strict=True)
+        jobs = [host.start(command, **env) for host, env in both]
         assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
         matched(
             [
+                r"^rank 1 on node1 computes at 1/\d+\.\d of the usual$",
                 r"^on node0 the name node1 is 10\.77\.0\.99, and node1 is 10\.77",
                 r"^node2 is slow: at best 0\.[01]\d Gbit/s, and \d+\.\d+ is usual",
             ],

@@ -426,16 +426,18 @@ def wait_for(device):
 
 def compute(device):
     """Allocate and multiply: (whether the result is right, seconds of the fastest)."""
-    size, clock = 4096, time.perf_counter
+    size, repeats, clock, threads = 4096, 20, time.perf_counter, torch.get_num_threads()
     if device.type == "cpu":  # which may have other work: that is not its fault
-        size, clock = 256, time.thread_time
+        size, repeats, clock = 256, 100, time.thread_time
+        torch.set_num_threads(1)  # to wait for other threads would count as work
     ones, times = torch.ones(size, size, device=device), []
-    for _ in range(20):
+    for _ in range(repeats):
         wait_for(device)
         start = clock()
         product = ones @ ones
         wait_for(device)
         times.append(clock() - start)
+    torch.set_num_threads(threads)
     return bool((product == size).all()), min(times)
 
 
