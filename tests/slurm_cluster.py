@@ -19,6 +19,7 @@ and an /etc/slurm of its own, in memory. All ends with the process that made it.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import secrets
@@ -124,11 +125,13 @@ class Slurm:
     def wait_until(self, happens, timeout, what):
         """Wait for `happens()` to be true and return that; AssertionError if not."""
         deadline = time.monotonic() + timeout
-        while not (it := happens()):
+        while True:
+            with contextlib.suppress(OSError):  # a daemon that is busy may not answer
+                if it := happens():
+                    return it
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what} after {timeout} s:\n{self.log()}")
             time.sleep(0.25)
-        return it
 
     def log(self):
         """The last that each daemon wrote."""

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -121,13 +120,12 @@ def test_a_host_that_dies_takes_all_with_it(pair, how):
 
 
 def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
-    """Not a process, a network, an address or a mount."""
+    """Not a process, a network, an address, a mount or a file."""
     mark = f"hosts-{os.getpid()}"
     command = [sys.executable, "-W", "ignore", "-m", "tests.hosts", "2", "--own-disks"]
     command += [tmp_path, "--", "sh", "-c", "echo up; sleep 1000"]
     networks = subprocess.run(["ip", "link"], capture_output=True).stdout
     mounts = Path("/proc/self/mountinfo").read_text()
-    files = set(os.listdir(tempfile.gettempdir()))
     process = start(command, ROOT, MARK=mark)
     lines = {process.stdout.readline().strip() for _ in range(2)}
     assert lines == {"node0: up", "node1: up"}
@@ -136,8 +134,7 @@ def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
     assert not left_over(mark)
     assert subprocess.run(["ip", "link"], capture_output=True).stdout == networks
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    files = set(os.listdir(tempfile.gettempdir())) - files
-    assert not [x for x in files if x.startswith("hosts")]
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "node0", tmp_path / "node1"]
 
 
 def by_hand(*args, typed="", cwd=ROOT):
