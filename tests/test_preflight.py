@@ -2,16 +2,22 @@
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+import types
+import uuid
 
 import pytest
 
 from docs.diffs import ROOT
 from tests.hosts import Hosts, why_not
-from tests.rungs import TIMEOUT_S, clean_env
+from tests.rungs import TIMEOUT_S, clean_env, finish, left_over, start
 
 SCRIPT = ROOT / "tools/preflight.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
@@ -60,6 +66,16 @@ def by_hand(hosts, *flags):
     """The command with the roll call; it is also copied away from the repository."""
     script = shutil.copy(SCRIPT, hosts.folder)
     return [sys.executable, script, *flags, "--rdzv-endpoint=node0:29500"]
+
+
+def come_first(hosts, *commands):
+    """Start all but the endpoint's, then that: --wait is not for slow interpreters."""
+    others = [host.start(x) for host, x in zip(hosts[1:], commands[1:], strict=True)]
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(host.run("ss", "-ltnH", "sport = :29500") for host in hosts[1:]):
+        assert time.monotonic() < deadline, [job.output for job in others]
+        time.sleep(0.05)
+    return [hosts[0].start(commands[0]), *others]
 
 
 def found(job, kind="FAIL|warn"):
@@ -135,7 +151,8 @@ def test_faults_of_a_host(tmp_path):
 def test_a_slow_device_a_slow_link_and_a_wrong_name(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_PYTHON)
     with Hosts(3, tmp_path) as hosts:
-        hosts[2].slow("100mbit")
+        for host, rate in zip(hosts, ("1gbit", "1gbit", "100mbit"), strict=True):
+            host.slow(rate)  # all: a busy machine could halve what is not held
         names = "10.77.0.1 node0\n10.77.0.99 node1\n10.77.0.3 node2\n"
         plant_names(hosts[0], names)
         command = [*TORCHRUN, "--nnodes=3", SCRIPT]
@@ -147,10 +164,81 @@ def test_a_slow_device_a_slow_link_and_a_wrong_name(tmp_path):
             [
                 r"^rank 1 on node1 computes at 1/\d+\.\d of the usual$",
                 r"^on node0 the name node1 is 10\.77\.0\.99, and node1 is 10\.77",
-                r"^node2 is slow: at best 0\.[01]\d Gbit/s, and \d+\.\d+ is usual",
+                r"^node2 is slow: at best 0\.[01]\d Gbit/s; \d\.\d\d is usual, 1 expec",
             ],
             found(jobs[0]),
         )
+
+
+@on_hosts
+def test_a_slow_link_of_two_hosts(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        hosts[1].slow("100mbit")
+        command = [*TORCHRUN, "--nnodes=2", SCRIPT]
+        jobs = [host.start(command, **QUIET) for host in hosts]
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1], jobs[0].output
+        slow = r"^slow link, node{} to node{}: 0\.[01]\d Gbit/s; 1 expected \(--link-g"
+        matched([slow.format(0, 1), slow.format(1, 0)], found(jobs[0]))
+        assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in jobs[0].output
+
+
+@pytest.mark.parametrize(
+    "count, usual, others, link_gbit, said",
+    [
+        (2, 15, {(1, 0): 7}, 1, []),  # nobody to compare with, and enough
+        (2, 15, {(1, 0): 7}, 20, ["FAIL  slow link, node1 to node0: 7.00 Gbit/s; 20 "]),
+        (4, 9, {}, 1, []),
+        (4, 9, {}, 18, []),
+        (4, 9, {(1, 2): 5}, 1, []),
+        (4, 9, {(1, 2): 4}, 1, ["warn  slow link, node1 to node2: 4.00 Gbit/s; 9.00 "]),
+        (4, 9, {(1, 2): 4}, 9, ["FAIL  slow link, node1 to node2: 4.00 Gbit/s; 9.00 "]),
+        (  # it sends as fast as all
+            4,
+            9,
+            {(x, 3): 4 for x in range(3)},
+            1,
+            [f"warn  slow link, node{x} to node3: 4.00" for x in range(3)],
+        ),
+        (
+            4,
+            9,
+            {(x, y): 4 for x in range(4) for y in range(4) if 3 in (x, y)},
+            9,
+            ["FAIL  node3 is slow: at best 4.00 Gbit/s; 9.00 is usual, 9 expected"],
+        ),
+        (
+            3,
+            9,
+            {(0, 2): 4, (2, 0): 4, (1, 2): 4, (2, 1): 0.4},
+            1,
+            [
+                "warn  node2 is slow: at best 4.00",
+                "FAIL  slow link, node2 to node1: 0.40",
+            ],
+        ),
+    ],
+)
+def test_slow_links(preflight, capsys, count, usual, others, link_gbit, said):
+    hosts = [
+        types.SimpleNamespace(
+            name=f"node{x}", processes=1, gbit=0, interface="eth0", address=""
+        )
+        for x in range(count)
+    ]
+    speeds = [
+        {y: others.get((x, y), usual) for y in range(count) if x != y}
+        for x in range(count)
+    ]
+    preflight.report_speeds(hosts, [(4, 1e-3), (1 << 20, 1e-2)], speeds, link_gbit)
+    output = capsys.readouterr().out
+    lines = re.findall(r"^(?:FAIL|warn).*", output, re.M)
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), output
+    assert ("ok    between hosts" in output) == (not said)
+    slowest = min(others.values(), default=usual)
+    gbit = (1 << 20) * 2 * (count - 1) / count * 8e-9 / 1e-2
+    share = f"10.00 ms, {gbit:.2f} Gbit/s, {gbit / slowest:.0%} of the slowest link"
+    assert f"all-reduce of 1 MiB: {share}\n" in output
+    assert "all-reduce of 4 B: 1.00 ms\n" in output
 
 
 @on_hosts
@@ -186,7 +274,7 @@ def test_those_who_do_not_come_are_named(tmp_path):
         hosts[4].unplug()
         names = ",".join(f"node{i}" for i in range(6))
         command = by_hand(hosts, "--nnodes=6", f"--hosts={names}", "--wait=5")
-        jobs = [host.start(command) for host in hosts[:3]]
+        jobs = come_first(hosts[:3], *[command] * 3)
         assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
         off = r"(no answer from node4:29500 \(10\.77\.0\.5\)|.*No route to host)"
         matched(
@@ -207,6 +295,35 @@ def test_those_who_do_not_come_are_named(tmp_path):
 
 
 @on_hosts
+def test_those_who_take_themselves_for_the_endpoint(tmp_path):
+    said = ["127.0.1.1", "127.0.0.1", "10.77.0.4"]
+    with Hosts(4, tmp_path) as hosts:
+        plant_names(hosts[1], "127.0.1.1 node0\n10.77.0.2 node1\n")  # a cloned image
+        plant_names(hosts[2], "127.0.0.1 localhost node0\n10.77.0.3 node2\n")
+        plant_names(hosts[3], "10.77.0.4 node3 node0\n")
+        flags = ["--nnodes=4", "--hosts=node0,node1,node2,node3", "--wait=3"]
+        jobs = come_first(hosts, *[by_hand(hosts, *flags)] * 4)
+        assert [job.wait(TIMEOUT_S) for job in jobs] == [1] * 4, jobs[0].output
+        why = "there the name node0 is {}, and node0 is 10.77.0.1"
+        wrong = [why.format(x).replace(".", r"\.") for x in said]
+        patterns = [r"^1 of 4 hosts came in 3 s: node0$"]
+        for number, text in enumerate(wrong, 1):
+            patterns += [rf"^node{number} did not come: it is up, but {text}$"]
+            mine = rf"^node{number} cannot come to node0: {text}$"
+            matched([mine], found(jobs[number]))
+            cure = "getent hosts node0; cat /etc/hosts"
+            assert f"type  {cure}" in jobs[number].output
+            assert f"type  on node{number}: {cure}" in jobs[0].output
+        matched(patterns, found(jobs[0]))
+
+
+def test_a_name_that_leads_to_this_host_itself(preflight):
+    connection, why, cure = preflight.knock("localhost", 29500)
+    assert not connection and "the name localhost is 127.0.0.1, that of " in why
+    assert cure == "getent hosts localhost; cat /etc/hosts"
+
+
+@on_hosts
 def test_the_endpoint_does_not_come(tmp_path):
     with Hosts(2, tmp_path) as hosts:
         command = by_hand(hosts, "--nnodes=2", "--wait=1")
@@ -222,8 +339,8 @@ def test_a_host_that_calls_itself_localhost(tmp_path):
         for host in hosts[1:]:
             plant_names(host, f"127.0.0.1 localhost {host.name}\n10.77.0.1 node0\n")
         command = by_hand(hosts, "--nnodes=4", "--wait=3")
-        jobs = [host.start(command) for host in hosts[:2]]
-        jobs += [hosts[2].start([*command, "--local-addr=10.77.0.3"])]  # the cure
+        cured = [*command, "--local-addr=10.77.0.3"]
+        jobs = come_first(hosts, command, command, cured)
         assert [job.wait(TIMEOUT_S) for job in jobs] == [1, 1, 1], jobs[0].output
         matched(
             [
@@ -281,6 +398,9 @@ def test_bad_input():
     assert "where do they meet" in bad("--nnodes=2")
     assert "2 hosts and --nnodes says 3" in bad("--hosts=a,b", "--nnodes=3", meet)
     assert "--wait" in bad("--wait=soon", "--nnodes=2", meet)
+    assert "value: two" in bad("--standalone", "--nproc-per-node=two")
+    assert "value: x" in bad("--standalone", "--nproc-per-nod=x")
+    assert "--max-restarts" in bad("--standalone", "--max-restarts=some")
 
 
 def test_half_an_environment_is_bad_input():
@@ -319,3 +439,34 @@ def test_who_fails_says_so_and_who_hangs_is_named(tmp_path):
         r"rank 2 did not fail: the others may wait for it",
     ):
         assert re.search(rf"^FAIL  {what}", done.stdout, re.M), done.stdout
+
+
+# Each process says that it is there, and hangs.
+HANGING_PYTHON = """
+import time
+import torch
+def matmul(one, other):
+    print("here", flush=True)
+    time.sleep(1000)
+torch.Tensor.__matmul__ = matmul
+"""
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HANGING_PYTHON)
+    (tmp_path / "tmp").mkdir()
+    env = QUIET | {"PYTHONPATH": tmp_path, "TMPDIR": tmp_path / "tmp"}
+    mark = uuid.uuid4().hex
+    command = [sys.executable, SCRIPT, "--standalone", "--nproc-per-node=2"]
+    process = start(command, tmp_path, MARK=mark, **env)
+    timer = threading.Timer(TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    assert any("here" in line for line in process.stdout), "it must be running"
+    timer.cancel()
+    process.terminate()
+    left = left_over(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert finish(process).returncode == 143
+    assert not list((tmp_path / "tmp").glob("preflight*"))

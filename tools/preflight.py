@@ -25,9 +25,11 @@ import contextlib
 import faulthandler
 import fcntl
 import json
+import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import socket
 import socketserver
 import statistics
@@ -177,10 +179,8 @@ def host_facts(backend, device):
         "Python": platform.python_version(),
     }
     if device.type == "cuda":
-        about, built = (
-            torch.cuda.get_device_properties(device),
-            torch.cuda.get_arch_list(),
-        )
+        about = torch.cuda.get_device_properties(device)
+        built = torch.cuda.get_arch_list()
         facts["device"], facts["memory"] = about.name, about.total_memory
         facts["more"] += [f"sm_{about.major}{about.minor}, torch has {' '.join(built)}"]
         if dist.is_nccl_available():
@@ -196,6 +196,9 @@ def knock(name, port):
     address, me = resolve(name), socket.gethostname()
     if not address:
         return None, f"{me} does not know the name {name}", f"getent hosts {name}"
+    if address.startswith("127.") or address in interfaces().values():
+        why = f"on {me} the name {name} is {address}, that of {me} itself"
+        return None, why, f"getent hosts {name}; cat /etc/hosts"
     there = f"{name}:{port}" + (f" ({address})" if address != name else "")
     try:
         return socket.create_connection((address, port), CONNECT_S), "", ""
@@ -219,10 +222,13 @@ def receive(connection, timeout_s=CONNECT_S):
     return json.loads(connection.makefile("rb").readline())
 
 
-def is_me(name):
-    if name.split(".")[0] == socket.gethostname().split(".")[0]:
-        return True
-    return name == "localhost" or resolve(name) in interfaces().values()
+def is_me(name, hosts):
+    """Whether that is this host; another one of `hosts` is not, wherever it leads."""
+    own = socket.gethostname()
+    own, short, *known = (x.split(".")[0] for x in (own, name, *hosts))
+    if short == own or {own, short} <= set(known):
+        return short == own
+    return resolve(name) in interfaces().values()
 
 
 def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
@@ -231,7 +237,7 @@ def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
     hosts: their names, or [] if nobody knows. fqdn: what torchrun will call this one.
     Each listens at `port`: so the endpoint's host can ask one that does not come why.
     """
-    me = next(filter(is_me, hosts), socket.gethostname())
+    me = next((x for x in hosts if is_me(x, hosts)), socket.gethostname())
     try:
         listener = socket.create_server(("", port), backlog=1024)
     except OSError as error:
@@ -240,7 +246,7 @@ def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
         return False
     deadline = time.monotonic() + wait_s
     with listener:
-        if not is_me(endpoint):
+        if not is_me(endpoint, hosts):
             return come(listener, me, fqdn, endpoint, port, deadline)
         came = {choose_interface("nccl")[1]: (me, fqdn, None)}  # by address
         while len(came) < count and time.monotonic() < deadline:
@@ -299,7 +305,7 @@ def come(listener, me, fqdn, endpoint, port, deadline):
             if resolve(endpoint) != caller and not endpoint[0].isdigit():
                 said = resolve(endpoint) or "unknown"
                 why = f"there the name {endpoint} is {said}, and {endpoint} is {caller}"
-                cure = f"getent hosts {endpoint}; grep -n {endpoint} /etc/hosts"
+                cure = f"getent hosts {endpoint}; cat /etc/hosts"
             send(caller_connection, {"why": why, "cure": cure})
     if not connection:
         say("FAIL", f"{me} cannot come to {endpoint}: {why}", cure)
@@ -330,8 +336,23 @@ def names_of_hosts(args, count):
     return hosts
 
 
+def torchrun(words):
+    """In a process of its own; its exit status is 2 if `words` are wrong."""
+    from torch.distributed import run
+
+    try:
+        parser = run.get_args_parser()
+        parser.error = bad_input
+        args = parser.parse_args(words)
+        run.config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        bad_input(f"torchrun: {error!r}")
+    run.run(args)
+
+
 def launch(args, flags):
     """Call the roll, then run torchrun with `flags` and this file; the exit status."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(allow_abbrev=False)
     names = ("nnodes", "rdzv_endpoint", "master_addr", "master_port", "local_addr")
     for flag in names:
@@ -357,28 +378,35 @@ def launch(args, flags):
             bad_input(f"where do they meet? For example: {example}")
         if not roll_call(hosts, fqdn, endpoint, port, nnodes, args.wait):
             return 1
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="preflight") as folder:
         verdict = Path(folder, "verdict")
-        command = [sys.executable, "-m", "torch.distributed.run", *flags, __file__]
-        command += [f"--link-gbit={args.link_gbit}"]
         # Workers that fail would have torchrun bury the report under its own.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-        environment |= {"PREFLIGHT_VERDICT": str(verdict), "PREFLIGHT_NAME": fqdn}
-        torchrun = subprocess.Popen(command, env=environment)
-        deadline = time.monotonic() + 2 * ALL_S
-        while torchrun.poll() is None and time.monotonic() < deadline:
-            if verdict.exists():
-                break  # the others' torchrun may yet be stuck: not this one
-            time.sleep(0.1)
-        for stop in (lambda: None, torchrun.terminate, torchrun.kill):
-            stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                torchrun.wait(5)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ |= {"PREFLIGHT_VERDICT": str(verdict), "PREFLIGHT_NAME": fqdn}
+        words = [*flags, __file__, f"--link-gbit={args.link_gbit}"]
+        fork = multiprocessing.get_context("fork")  # not sooner: torch takes seconds
+        child = fork.Process(target=torchrun, args=[words])
+        try:
+            child.start()
+            for _ in range(2 * ALL_S * 10):  # tenths of a second
+                child.join(0.1)
+                if verdict.exists() or child.exitcode is not None:
+                    break  # the others' torchrun may yet be stuck: not this one
+        finally:  # it may have got the same signal, and be ending its workers
+            child.join(5)
+            status = child.exitcode
+            for stop in (child.terminate, child.kill):
+                stop()
+                child.join(5)
         if verdict.exists():
             return int(verdict.read_text())
-    what = f"the checks did not end on {socket.gethostname()}: see above"
-    cure = f"--rdzv-conf=is_host=true on {endpoint}, is_host=false on the others"
-    say("FAIL", what, f"if torchrun's hosts did not meet: {cure}")
+    if status == 2:
+        return 2
+    late, cure = status is None, f"is_host=true on {endpoint}, =false on the others"
+    cure = f"if torchrun's hosts did not meet: --rdzv-conf={cure}"
+    what = "the checks did not end" if late else f"torchrun ended with {status}"
+    what += f" on {socket.gethostname()}: see above"
+    say("FAIL", what, *[cure] * (late and nnodes > 1))
     return 1
 
 
@@ -552,8 +580,7 @@ def report_limits(x):
     if x.shm < need:
         what = f"{name}: /dev/shm has {human(x.shm)}, and may need {human(need)}"
         machine = f"on {name}: mount -o remount,size={need >> 20}m /dev/shm"
-        cure = f"docker run --shm-size={need >> 20}m, or {machine}"
-        say("FAIL", what, cure)
+        say("FAIL", what, f"docker run --shm-size={need >> 20}m, or {machine}")
     if x.threads * processes > x.cores:
         what = f"{name}: {processes} x {x.threads} threads on {x.cores} cores"
         threads = max(1, x.cores // processes)
@@ -606,11 +633,8 @@ def report_calls(hosts):
             for y, why in zip(hosts, x.calls, strict=True):
                 if isinstance(why, str):
                     what = f"{x.name} cannot connect to {y.name} ({y.address}): {why}"
-                    say(
-                        "FAIL",
-                        what,
-                        f"on {y.name}, all ports: ufw allow from {x.address}",
-                    )
+                    cure = f"on {y.name}, all ports: ufw allow from {x.address}"
+                    say("FAIL", what, cure)
 
 
 def report_clocks(hosts):
@@ -629,35 +653,41 @@ def report_clocks(hosts):
 
 def report_speeds(hosts, times, speeds, link_gbit):
     """All-reduce by size, then which host or link is slow. speeds[a][b]: Gbit/s."""
+    links = {(a, b): speed for a, x in enumerate(speeds) for b, speed in x.items()}
+    slowest = min(links.values(), default=0)
     world_size = sum(x.processes for x in hosts)
     for size, seconds in times:
         sent = size * 2 * (world_size - 1) / world_size  # by each, on a ring
-        gbit = f", {sent * 8e-9 / seconds:.2f} Gbit/s" if size > 4 else ""
-        what = f"all-reduce of {human(size)}: {seconds * 1e3:.2f} ms{gbit}"
-        say("", what)
-    links = {(a, b): speed for a, x in enumerate(speeds) for b, speed in x.items()}
+        gbit = sent * 8e-9 / seconds
+        share = f", {gbit / slowest:.0%} of the slowest link" if links else ""
+        rate = f", {gbit:.2f} Gbit/s{share}" if size > 4 else ""
+        say("", f"all-reduce of {human(size)}: {seconds * 1e3:.2f} ms{rate}")
     if not links:
         return
-    between = f"{min(links.values()):.2f} to {max(links.values()):.2f} Gbit/s"
+    between = f"{slowest:.2f} to {max(links.values()):.2f} Gbit/s"
     # A host is slow if it is so with everybody; if with one alone, it is that link.
     bests = [max(links[pair] for pair in links if x in pair) for x in range(len(hosts))]
-    usual = statistics.median(bests)
+    usual, should = 0, f"{link_gbit:g} expected (--link-gbit)"
+    if len(hosts) > 2:  # two cannot tell what is usual
+        usual = statistics.median(bests)
+        should = f"{usual:.2f} is usual, {should}"
     with ok_if_all_is(f"between hosts {between}"):
         for x, best in zip(hosts, bests, strict=True):
             if best < usual / 2:
-                what = f"{x.name} is slow: at best {best:.2f} Gbit/s"
-                cure = f"on {x.name}: ethtool {x.interface}; ip -s link"
-                say("FAIL", f"{what}, and {usual:.2f} is usual", cure)
+                kind = "FAIL" if best < link_gbit / 2 else "warn"
+                what = f"{x.name} is slow: at best {best:.2f} Gbit/s; {should}"
+                say(kind, what, f"on {x.name}: ethtool {x.interface}; ip -s link")
         for (a, b), speed in links.items():
-            if min(bests[a], bests[b]) < usual / 2:
-                continue
+            worst = min(bests[a], bests[b])
+            if worst < usual / 2 and not worst >= link_gbit / 2 > speed:
+                continue  # that host was named above
             x, y = hosts[a], hosts[b]
             card = min(x.gbit, y.gbit)
             what = f"{x.name} to {y.name}: {speed:.2f} Gbit/s"
             cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}"
             if speed < max(usual, link_gbit) / 2:
-                should = f"{usual:.2f} is usual, {link_gbit:g} expected (--link-gbit)"
-                say("FAIL", f"slow link, {what}; {should}", cure)
+                kind = "FAIL" if speed < link_gbit / 2 else "warn"
+                say(kind, f"slow link, {what}; {should}", cure)
             elif speed < min(card, 10) / 2:  # one connection seldom fills a faster card
                 say("warn", f"{what}, and the network cards have {card:g}", cure)
 
