@@ -384,7 +384,8 @@ def launch(args, flags):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ |= {"PREFLIGHT_VERDICT": str(verdict), "PREFLIGHT_NAME": fqdn}
         words = [*flags, __file__, f"--link-gbit={args.link_gbit}"]
-        fork = multiprocessing.get_context("fork")  # not sooner: torch takes seconds
+        tempfile.tempdir = folder  # torchrun leaves its own folders there
+        fork = multiprocessing.get_context("fork")  # torch is imported there alone
         child = fork.Process(target=torchrun, args=[words])
         try:
             child.start()
