@@ -318,6 +318,12 @@ def _run(command):
     return done.stdout
 
 
+def tell(line):
+    """Print it in one piece: threads do, and `print` writes the newline by itself."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(count, command, own_disks=None, when=()):
     """Run `command` on `count` hosts and do what is typed; return the exit status.
 
@@ -329,7 +335,7 @@ def main(count, command, own_disks=None, when=()):
 
         def start(host):
             def echo(line):
-                print(f"{host.name}: {line}", flush=True)
+                tell(f"{host.name}: {line}")
                 for pair in [x for x in waiting if x[0] in line]:
                     waiting.remove(pair)
                     threading.Thread(target=obey, args=pair[1:], daemon=True).start()
@@ -348,13 +354,13 @@ def main(count, command, own_disks=None, when=()):
         def obey(line):
             if not line.strip():
                 return
-            print(f"-- {line.strip()}", flush=True)
+            tell(f"-- {line.strip()}")
             try:
                 deed, name, *rest = line.split()
                 deeds[deed](named[name], *rest)
             except (KeyError, TypeError, ValueError, AssertionError, OSError) as error:
                 known = f"{', '.join(deeds)}; {', '.join(named)}"
-                print(f"-- not done: {error!r} (there are {known})", flush=True)
+                tell(f"-- not done: {error!r} (there are {known})")
 
         for host in hosts:
             start(host)
