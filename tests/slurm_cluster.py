@@ -19,7 +19,6 @@ and an /etc/slurm of its own, in memory. All ends with the process that made it.
 """
 
 import argparse
-import contextlib
 import os
 import re
 import secrets
@@ -126,11 +125,14 @@ class Slurm:
         """Wait for `happens()` to be true and return that; AssertionError if not."""
         deadline = time.monotonic() + timeout
         while True:
-            with contextlib.suppress(OSError):  # a daemon that is busy may not answer
+            failed = ""
+            try:
                 if it := happens():
                     return it
+            except OSError as error:  # a daemon that is busy may not answer
+                failed = f" ({error})"
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what} after {timeout} s:\n{self.log()}")
+                raise AssertionError(f"{what} after {timeout} s{failed}:\n{self.log()}")
             time.sleep(0.25)
 
     def log(self):

@@ -207,6 +207,7 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     (flags,) = {x for x in job.output.splitlines() if "torchrun" in x and "host=1" in x}
     assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
     assert f"--rdzv-id={job.number}.0 " in flags
+    assert " --rdzv-conf=is_host=1,read_timeout=600 " in flags
     assert flags.endswith("variants.preemptible 50 10 --snapshot-path=multinode.pt")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
