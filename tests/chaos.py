@@ -158,7 +158,7 @@ class Supervised:
                 self.alive = time.time()
         for host, agent in self.agents.items():
             if host not in self.again and agent.process.poll():
-                self.ended.append((host, agent.process.returncode))
+                self.ended.append(f"{host}: {agent.output[-4000:]}")
                 self.again[host] = time.time() + AGAIN_S
             if self.again.get(host, time.time() + 1) < time.time():
                 if not host.first:
@@ -406,7 +406,8 @@ def train(hosts, script, kills, seed, nprocs, kinds, env, limit_s):
         raise Failed("what was saved must not be done again")
     restarts = job.notes[-1].restarts
     if kinds == ["worker"] and not hosts[1:] and env[CURE] == "1" and restarts != kills:
-        raise Failed(f"{kills} kills of a worker cost {restarts} restarts")
+        ended = "\n".join(job.ended)
+        raise Failed(f"{kills} kills of a worker cost {restarts} restarts\n{ended}")
     if {x.step for x in job.steps()} != set(range(steps)):
         raise Failed("steps were left out")
     left = sorted(x.name for x in job.snapshot.parent.glob("*.pt.*"))
