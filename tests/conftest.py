@@ -14,8 +14,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 torch.set_num_threads(1)  # this process forks: no thread pool may exist in it
 
-from docs.diffs import ROOT  # noqa: E402
-from tests import rungs  # noqa: E402
+from ladder.rungs import ROOT
+from proofs import launch  # noqa: E402
 
 
 @pytest.fixture(scope="session")

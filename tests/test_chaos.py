@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from docs.diffs import ROOT
-from tests.hosts import why_not
-from tests.rungs import TIMEOUT_S
+from ladder.rungs import ROOT
+from proofs.hosts import why_not
+from proofs.processes import TIMEOUT_S
 
-COMMAND = [sys.executable, "-W", "ignore", "-m", "tests.chaos"]
+COMMAND = [sys.executable, "-W", "ignore", "-m", "proofs.chaos"]
 
 
 def chaos(*args, timeout=TIMEOUT_S):

@@ -14,9 +14,11 @@ import time
 
 import pytest
 
-from docs.diffs import ROOT
-from tests.hosts import Hosts, why_not
-from tests.rungs import TIMEOUT_S, load, losses, plant, train, weights
+from ladder.rungs import ROOT
+from proofs.hosts import Hosts, why_not
+from proofs.launch import plant, train
+from proofs.processes import TIMEOUT_S
+from proofs.results import load, losses, weights
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

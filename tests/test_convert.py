@@ -9,17 +9,10 @@ import uuid
 import pytest
 import torch
 
-from docs.diffs import ROOT
-from tests.rungs import (
-    forked,
-    left_over,
-    load,
-    plant,
-    run,
-    same_bits,
-    shape_of,
-    weights,
-)
+from ladder.rungs import ROOT
+from proofs.launch import plant, run_script
+from proofs.processes import left_over, run
+from proofs.results import load, same_bits, shape_of, weights
 
 BEFORE, STEP1, STEP2, AFTER = (
     f"docs/convert/{name}.py" for name in ("before", "step1", "step2", "after")
@@ -59,7 +52,7 @@ def with_changes(name, folder, *changes):
 def one(tmp_path_factory):
     """(folder, Done) of step2.py: one process, batch 64."""
     folder = tmp_path_factory.mktemp("one")
-    return folder, forked(ROOT / STEP2, cwd=folder)
+    return folder, run_script(ROOT / STEP2, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +65,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("name", [BEFORE, STEP1])
 def test_before_learns(name, tmp_path):
     """As it stands, unseeded. step1.py is the same, but for its indentation."""
-    assert curve(forked(ROOT / name, cwd=tmp_path))[-1][1] > 0.5
+    assert curve(run_script(ROOT / name, cwd=tmp_path))[-1][1] > 0.5
     assert list(load(tmp_path / "stripes_model.pt"))[0] == "0.weight"
     assert os.listdir(tmp_path) == ["stripes_model.pt"]
 
@@ -88,7 +81,7 @@ def test_only_the_order_is_new_in_step2(one, tmp_path):
         ("shuffle=True", "sampler=sampler, drop_last=True"),
         ("(EPOCHS):\n", "(EPOCHS):\n    G.manual_seed(epoch)\n"),
     )
-    assert curve(forked(script, cwd=tmp_path)) == curve(one[1])
+    assert curve(run_script(script, cwd=tmp_path)) == curve(one[1])
 
 
 def test_two_processes_train_as_one(one, two):
@@ -119,11 +112,11 @@ def test_a_kill_in_a_write_leaves_the_last_snapshot(tmp_path):
     for name in ("whole", "copy"):
         (tmp_path / name).mkdir()
     whole = with_changes(STEP2, tmp_path / "whole", dropout)
-    assert forked(whole, cwd=whole.parent).returncode == 0
+    assert run_script(whole, cwd=whole.parent).returncode == 0
     script = with_changes(STEP2, tmp_path / "copy", dropout, (save, die + save))
-    assert forked(script, cwd=tmp_path).returncode == -9
+    assert run_script(script, cwd=tmp_path).returncode == -9
     assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == 2
-    done = forked(whole, cwd=tmp_path)
+    done = run_script(whole, cwd=tmp_path)
     assert "resuming: 2 of 5 epochs are finished" in done.stdout
     assert same_bits(load(tmp_path / SNAPSHOT), load(whole.parent / SNAPSHOT))
     assert not (tmp_path / f"{SNAPSHOT}.tmp").exists()
@@ -237,7 +230,7 @@ def test_three_processes_train_as_one(three, tmp_path):
     """3 x 21 and 1 x 63: the same weights, tight enough to see any other sample."""
     (tmp_path / "copy").mkdir()
     script = with_changes(STEP2, tmp_path / "copy", *odd_float64(63))
-    done = forked(script, cwd=tmp_path)
+    done = run_script(script, cwd=tmp_path)
     assert curve(done) == curve(three[1])
     assert len({facts["sum"] for facts in three[2]}) == 1, "equal on all, to the bit"
     mine, theirs = (weights(x / SNAPSHOT) for x in (three[0], tmp_path))
@@ -284,7 +277,7 @@ def test_one_process_prints_and_saves_and_all_end_well(three):
 
 
 def test_after_says_how_to_start_it(tmp_path):
-    done = forked(ROOT / AFTER, cwd=tmp_path)
+    done = run_script(ROOT / AFTER, cwd=tmp_path)
     assert done.returncode == 2
     command = "torchrun --standalone --nproc-per-node=2"
     assert done.stderr == f"start this with: {command} {ROOT / AFTER}\n"

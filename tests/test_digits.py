@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from docs.diffs import RUNGS
-from tests.rungs import function, load, losses, plant, train
+from ladder.rungs import RUNGS
+from proofs.launch import plant, train
+from proofs.results import load, losses
 
 sklearn = pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
 

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from docs.build import TEST
-from docs.commands import copy_repository, same
-from docs.diffs import EDGES, ROOT, RUNGS, changed_lines, docstring, hunks
-from docs.pages import page_names, parse
-from tests.rungs import commands
+from ladder.diffs import changed_lines, hunks
+from ladder.pages import TEST, page_names, parse
+from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
+from website.commands import copy_repository, same
 
 PAGES = page_names()
 NUMBERED = ["0_intro", "1_theory", "2_multigpu", "3_fault_tolerance", "4_multinode"]
@@ -89,7 +88,7 @@ def test_the_tests_that_are_named_exist(page):
 
 def build(root, *options):
     done = subprocess.run(
-        [sys.executable, "-m", "docs.build", *options],
+        [sys.executable, "-m", "website.build", *options],
         cwd=root,
         capture_output=True,
         text=True,
@@ -230,7 +229,7 @@ def test_bad_input(copy, fault):
     before = files(copy)
     status, said = build(copy, "--diffs")
     assert status == 2
-    assert re.fullmatch(r"docs\.build: error: docs/2_multigpu\.md:\d+: .+\n", said)
+    assert re.fullmatch(r"website\.build: error: docs/2_multigpu\.md:\d+: .+\n", said)
     assert files(copy) == before
 
 
@@ -257,7 +256,7 @@ def test_bad_files(copy, name, content):
     before = files(copy)
     status, said = build(copy, "--diffs")
     assert status == 2
-    assert re.fullmatch(r"docs\.build: error: [\w./]+:\d+: .+\n", said)
+    assert re.fullmatch(r"website\.build: error: [\w./]+:\d+: .+\n", said)
     assert files(copy) == before
 
 
@@ -277,12 +276,12 @@ def test_a_script_that_does_not_parse(copy):
     plant(copy, "multigpu.py", "                continue\n", "")
     status, said = build(copy, "--diffs")
     assert status == 2
-    assert re.fullmatch(r"docs\.build: error: .+:\d+: multigpu.py:\d+: .+\n", said)
+    assert re.fullmatch(r"website\.build: error: .+:\d+: multigpu.py:\d+: .+\n", said)
 
 
 def test_no_such_page(copy):
     status, said = build(copy, "--only", "nosuch")
-    assert (status, said) == (2, "docs.build: error: there is no page nosuch\n")
+    assert (status, said) == (2, "website.build: error: there is no page nosuch\n")
 
 
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
@@ -381,6 +380,6 @@ def test_hunks_make_the_child_of_the_parent(parent, child):
     new = (ROOT / child).read_text().splitlines()
     for hunk in reversed(hunks(parent, child)):
         start = hunk.old_start - 1
-        assert old[start : start + len(hunk.gone)] == hunk.gone
-        old[start : start + len(hunk.gone)] = hunk.come
+        assert old[start : start + len(hunk.removed)] == hunk.removed
+        old[start : start + len(hunk.removed)] = hunk.added
     assert old == new

@@ -9,19 +9,10 @@ import uuid
 
 import pytest
 
-from docs.diffs import ROOT
-from tests.rungs import (
-    IN_STEP_80,
-    TIMEOUT_S,
-    finish,
-    launch,
-    left_over,
-    load,
-    plant,
-    run,
-    same_bits,
-    start,
-)
+from ladder.rungs import ROOT
+from proofs.launch import launch, plant
+from proofs.processes import TIMEOUT_S, finish, left_over, run, start
+from proofs.results import load, same_bits
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"

@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
-from docs.diffs import ROOT, RUNGS
+from ladder.rungs import ROOT, RUNGS
+from proofs.launch import DISTRIBUTED, launch
+from proofs.processes import run
+from proofs.results import losses
 from tests.conftest import VISIBLE
-from tests.rungs import DISTRIBUTED, launch, losses, run
 
 if not shutil.which("nvidia-smi"):
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from docs.diffs import ROOT
-from tests.rungs import TIMEOUT_S, finish, forked, run, start
+from ladder.rungs import ROOT
+from proofs.launch import run_script
+from proofs.processes import TIMEOUT_S, finish, run, start
 
 HANG = "docs/hangs/hang.py"
 STACKS = ROOT / "docs/hangs/stacks.sh"
@@ -80,7 +81,7 @@ def calls(folder, rank):
 def torchfrtrace(folder):
     """(exit status, what it printed) about the records in `folder`."""
     script = Path(torch.__file__).parent / "distributed/flight_recorder/fr_trace.py"
-    done = forked(script, "--prefix", "trace_", folder, cwd=folder)
+    done = run_script(script, "--prefix", "trace_", folder, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -195,7 +196,7 @@ def test_detail_names_the_mismatch(tmp_path):
 
 
 def test_bad_input_is_one_line(tmp_path):
-    done = forked(ROOT / HANG, "slow", cwd=tmp_path)
+    done = run_script(ROOT / HANG, "slow", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: torchrun ")
     assert done.stderr.count("\n") == 1

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from docs.diffs import ROOT
-from tests.hosts import Hosts, why_not
-from tests.rungs import TIMEOUT_S, left_over, start
+from ladder.rungs import ROOT
+from proofs.hosts import Hosts, why_not
+from proofs.processes import TIMEOUT_S, left_over, start
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -122,7 +122,7 @@ def test_a_host_that_dies_takes_all_with_it(pair, how):
 def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
     """Not a process, a network, an address, a mount or a file."""
     mark = f"hosts-{os.getpid()}"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.hosts", "2", "--own-disks"]
+    command = [sys.executable, "-W", "ignore", "-m", "proofs.hosts", "2", "--own-disks"]
     command += [tmp_path, "--", "sh", "-c", "echo up; sleep 1000"]
     networks = subprocess.run(["ip", "link"], capture_output=True).stdout
     mounts = Path("/proc/self/mountinfo").read_text()
@@ -138,9 +138,9 @@ def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
 
 
 def by_hand(*args, typed="", cwd=ROOT):
-    """(exit status, output) of `python -m tests.hosts` with something typed."""
+    """(exit status, output) of `python -m proofs.hosts` with something typed."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.hosts", *args],
+        [sys.executable, "-W", "ignore", "-m", "proofs.hosts", *args],
         input=typed,
         capture_output=True,
         text=True,

@@ -6,8 +6,10 @@ import pickle
 import pytest
 import torch
 
-from docs.diffs import ROOT, RUNGS
-from tests.rungs import DISTRIBUTED, commands, forked, launch, load, plant, run
+from ladder.rungs import ROOT, RUNGS, commands
+from proofs.launch import DISTRIBUTED, launch, plant, run_script
+from proofs.processes import run
+from proofs.results import load
 
 TORCHRUN = {
     "RANK": 0,
@@ -50,7 +52,7 @@ def refused(name, folder, *args, script=None, **env):
         env = TORCHRUN | env
     before = files(folder)
     env = {key: value for key, value in env.items() if value is not None}
-    done = forked(script, *args, cwd=folder, **env)
+    done = run_script(script, *args, cwd=folder, **env)
     assert done.returncode == 2, done.stdout + done.stderr
     assert not done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
@@ -165,6 +167,6 @@ def test_under_torchrun_one_process_speaks_for_all(tmp_path):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_help(name, tmp_path):
-    done = forked(ROOT / name, "--help", cwd=tmp_path)
+    done = run_script(ROOT / name, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "total_epochs save_every" in " ".join(done.stdout.split())

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from docs.diffs import EDGES, ROOT, changed_lines, hunks
-from tests.lines import copy_tree, mutations
+from ladder.diffs import changed_lines, hunks
+from ladder.rungs import EDGES, ROOT
+from proofs.lines import copy_tree, mutations
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def planted(tmp_path):
 
 def lines(root, only):
     """(exit status, output) of the proof for what has `only` in it, by test_diff."""
-    command = [sys.executable, "-m", "tests.lines", "single_gpu.py", "multigpu.py"]
+    command = [sys.executable, "-m", "proofs.lines", "single_gpu.py", "multigpu.py"]
     command += ["--root", root, "--only", only, "--tests", "test_diff"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -50,7 +51,7 @@ def test_a_useful_line_is_missed(planted):
 def test_every_line_that_is_only_taken_away_is_put_back(parent, child):
     texts = [(ROOT / name).read_text() for name in (parent, child)]
     back = [what for _, what, _ in mutations(*texts) if what.startswith("(put back)")]
-    assert len(back) == len([x for x in hunks(parent, child) if not x.come])
+    assert len(back) == len([x for x in hunks(parent, child) if not x.added])
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from docs import pictures
+from website import pictures
 
 NAMES = list(pictures.PICTURES)
 SVG = "{http://www.w3.org/2000/svg}"

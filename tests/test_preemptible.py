@@ -8,19 +8,10 @@ import uuid
 import pytest
 import torch
 
-from docs.diffs import ROOT
-from tests.rungs import (
-    IN_STEP_80,
-    Done,
-    forked,
-    launch,
-    left_over,
-    load,
-    plant,
-    run,
-    same_bits,
-    weights,
-)
+from ladder.rungs import ROOT
+from proofs.launch import launch, plant, run_script
+from proofs.processes import Done, left_over, run
+from proofs.results import load, same_bits, weights
 
 NAME = "variants/preemptible.py"
 
@@ -100,7 +91,7 @@ def ranks(script, *args, cwd, nprocs=2, **env):
                 where["MASTER_PORT"] = int(where["MASTER_PORT"])
                 where |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nprocs}
                 where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-                done = forked(script, *args, cwd=folder, **where, **env)
+                done = run_script(script, *args, cwd=folder, **where, **env)
                 (folder / "done").write_text(json.dumps(done))
             finally:
                 os._exit(0)
@@ -333,7 +324,7 @@ def test_other_rungs_repeat_the_interrupted_epoch(runs, tmp_path, name):
         if name == "multinode.py":
             done = ranks(ROOT / name, *args, cwd=tmp_path)[0]
         else:
-            done = forked(ROOT / name, *args, cwd=tmp_path)
+            done = run_script(ROOT / name, *args, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert line in done.stdout
         found = re.findall(r"epoch (\d)/5 ", done.stdout)

@@ -15,9 +15,9 @@ import uuid
 
 import pytest
 
-from docs.diffs import ROOT
-from tests.hosts import Hosts, why_not
-from tests.rungs import TIMEOUT_S, clean_env, finish, left_over, start
+from ladder.rungs import ROOT
+from proofs.hosts import Hosts, why_not
+from proofs.processes import TIMEOUT_S, clean_env, finish, left_over, start
 
 SCRIPT = ROOT / "tools/preflight.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from docs.diffs import RUNGS
-from tests.rungs import DISTRIBUTED
+from ladder.rungs import RUNGS
+from proofs.launch import DISTRIBUTED
 
 two_ranks = pytest.mark.parametrize(("name", "nprocs"), [(x, 2) for x in DISTRIBUTED])
 

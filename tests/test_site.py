@@ -1,6 +1,6 @@
 """The site: built with warnings as errors, and looked at in a browser.
 
-Skipped where docs/requirements.txt or tests/requirements.txt is not installed; what
+Skipped where website/requirements.txt or tests/requirements.txt is not installed; what
 needs a browser is skipped where there is no chromium.
 """
 
@@ -25,16 +25,10 @@ for module in ("sphinx", "furo", "myst_parser"):
 axe = pytest.importorskip("axe_playwright_python.base")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from docs import build  # noqa: E402
-from docs.diffs import (  # noqa: E402
-    EDGES,
-    ROOT,
-    RUNGS,
-    changed_lines,
-    hunks,
-    read_lines,
-)
-from docs.pages import page_names, parse  # noqa: E402
+from ladder.diffs import changed_lines, hunks
+from ladder.pages import page_names, parse  # noqa: E402
+from ladder.rungs import EDGES, ROOT, RUNGS, read_lines
+from website import build  # noqa: E402
 
 CHAPTERS = [parse(x) for x in page_names() if x.startswith("docs/")]
 DIFFS = {(x.old, x.new) for page in CHAPTERS for x in page.blocks if x.kind == "diff"}
@@ -244,8 +238,8 @@ def test_the_hunks_are_marked(pages, old, new):
     shown = pages[url_of(old, new)].hunks
     assert [*shown] == [x.number for x in hunks(old, new)]
     for hunk in hunks(old, new):
-        assert [x.rstrip("\n") for x in shown[hunk.number]["del"]] == hunk.gone
-        assert [x.rstrip("\n") for x in shown[hunk.number]["ins"]] == hunk.come
+        assert [x.rstrip("\n") for x in shown[hunk.number]["del"]] == hunk.removed
+        assert [x.rstrip("\n") for x in shown[hunk.number]["ins"]] == hunk.added
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
@@ -427,7 +421,7 @@ def one_below_the_other(old, new):
     for hunk in hunks(old, new):
         lines += [f" {x}" for x in before[i - 1 : hunk.old_start - 1]]
         lines += hunk.lines
-        i = hunk.old_start + len(hunk.gone)
+        i = hunk.old_start + len(hunk.removed)
     return lines + [f" {x}" for x in before[i - 1 :]]
 
 

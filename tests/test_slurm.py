@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from docs.diffs import ROOT
+from ladder.rungs import ROOT
+from proofs.launch import plant
+from proofs.processes import TIMEOUT_S
+from proofs.results import load, same_bits
 from tests import slurm_cluster
-from tests.rungs import TIMEOUT_S, load, plant, same_bits
 
 pytestmark = pytest.mark.skipif(
     bool(slurm_cluster.why_not()), reason=f"no Slurm: {slurm_cluster.why_not()}"

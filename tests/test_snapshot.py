@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import utils
-from docs.diffs import ROOT
-from tests.rungs import finish, load, plant, start, train, weights
+from ladder.rungs import ROOT
+from proofs.launch import plant, train
+from proofs.processes import finish, start
+from proofs.results import load, weights
 
 
 def test_killed_while_writing(tmp_path):

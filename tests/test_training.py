@@ -7,26 +7,10 @@ import uuid
 import pytest
 import torch
 
-from docs.diffs import EDGES, ROOT, RUNGS
-from tests.rungs import (
-    DISTRIBUTED,
-    IN_STEP_80,
-    TIMEOUT_S,
-    commands,
-    finish,
-    forked,
-    launch,
-    left_over,
-    load,
-    losses,
-    plant,
-    run,
-    same_bits,
-    shape_of,
-    start,
-    train,
-    weights,
-)
+from ladder.rungs import EDGES, ROOT, RUNGS, commands
+from proofs.launch import DISTRIBUTED, launch, plant, run_script, train
+from proofs.processes import TIMEOUT_S, finish, left_over, run, start
+from proofs.results import load, losses, same_bits, shape_of, weights
 
 SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
 
@@ -113,7 +97,7 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, name, tmp_path):
         assert "SIGKILL" in done.stderr
         assert not left_over(mark)
     else:
-        assert forked(script, *args, cwd=tmp_path).returncode == -9
+        assert run_script(script, *args, cwd=tmp_path).returncode == -9
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
     done = train(ROOT / name, *args, cwd=tmp_path)
     assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
@@ -175,6 +159,6 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
 
 def test_underscored_options_are_understood(tmp_path):
     args = ("1", "1", "--batch_size", "64", "--snapshot_path", "other.pt")
-    done = forked(ROOT / SINGLE, *args, cwd=tmp_path)
+    done = run_script(ROOT / SINGLE, *args, cwd=tmp_path)
     assert "effective batch 64" in done.stdout
     assert (tmp_path / "other.pt").exists()

@@ -1,8 +1,8 @@
 """Kill workers, agents and hosts at random moments until training completes.
 
-    python -m tests.chaos --kills 30 --seed 1
+    python -m proofs.chaos --kills 30 --seed 1
 
-trains multinode.py on two hosts (see tests/hosts.py) with one disk between them, kills
+trains multinode.py on two hosts (see proofs/hosts.py) with one disk between them, kills
 and starts again, and compares the final weights with those of a run left alone:
 
     worker  SIGKILL to one training process: torchrun restarts all of them
@@ -21,14 +21,14 @@ between them, so that there is something to hit; `init_process_group` waits for 
 instead of five minutes, so that a hang ends within this run. The agents take a silent
 neighbour for dead after 3 s instead of 15 (--rdzv-conf).
 
-    python -m tests.chaos --kills 20 --only worker --hosts 1 [--defaults]
+    python -m proofs.chaos --kills 20 --only worker --hosts 1 [--defaults]
 
 insists on one machine (`torchrun --standalone`) that each kill of a worker costs one
 restart; --defaults leaves out TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and only counts.
 
 Exit status 0 only if training completed, all weights and optimizer state have the same
 bits, every snapshot could be read after every kill, each attempt began where the newest
-snapshot ended, and no file is left beside it. Needs what tests/hosts.py needs.
+snapshot ended, and no file is left beside it. Needs what proofs/hosts.py needs.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import utils
-from tests import rungs
-from tests.hosts import Hosts, why_not
+from proofs import launch, results
+from proofs.hosts import Hosts, why_not
 
 KINDS = ("worker", "agent", "host")
 MOMENTS = ("training", "saving", "training", "starting")

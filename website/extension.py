@@ -12,9 +12,11 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
-from docs import build, pages
-from docs.diffs import EDGES, ROOT, RUNGS, Wrong, changed_lines, depth, hunks
-from docs.site.side_by_side import (
+from ladder import pages
+from ladder.diffs import changed_lines, hunks
+from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry
+from website import build
+from website.side_by_side import (
     explain,
     page_of,
     parts,
@@ -27,7 +29,7 @@ def check_pages(app):
     """A wrong marker ends the build with one line, and not with Sphinx's fifty."""
     try:
         build.explanations()
-    except Wrong as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 
@@ -98,7 +100,7 @@ def make_pages(app):
     """The pages that are not made from Markdown."""
     yield "index", {"start": app.config.root_doc}, "redirect.html"
     explained = build.explanations()
-    rungs = sorted(RUNGS, key=depth)
+    rungs = sorted(RUNGS, key=ancestry)
     common = {
         "rungs": rungs,
         "edges": EDGES,

@@ -1,7 +1,7 @@
 """Fill the documents in from the code: diffs, the table of rungs, printed output.
 
-    python -m docs.build            fill in what is between markers; run the commands
-    python -m docs.build --check    change nothing, and fail if anything is stale
+    python -m website.build            fill in what is between markers; run the commands
+    python -m website.build --check    change nothing, and fail if anything is stale
     ... --diffs                     the diffs and the table alone, without running
     ... --only troubleshooting      one page
 
@@ -36,24 +36,21 @@ import re
 import sys
 from pathlib import Path
 
-from docs.commands import run_all, same
-from docs.diffs import (
+from ladder.diffs import changed_lines, hunks, unified
+from ladder.pages import TEST, explanations, page_names, parse
+from ladder.rungs import (
     EDGES,
     ROOT,
     RUNGS,
-    Wrong,
-    changed_lines,
+    InputError,
+    ancestry,
     check_rungs,
-    depth,
     docstring,
-    hunks,
     read_lines,
-    unified,
 )
-from docs.pages import page_names, parse
+from website.commands import run_all, same
 
 PARTS = r"\*\*What\.\*\* [^*\s].+\*\*Why\.\*\* [^*\s].+\*\*Without it\.\*\* [^*\s]"
-TEST = re.compile(r"`(tests/\w+\.py(?:::\w+)?)`")
 
 # What stands between the markers
 
@@ -68,7 +65,7 @@ CONTEXT = 2  # unchanged lines around a hunk
 def hunk_diff(block):
     """The block's hunks, each under a line that numbers and places it."""
     there, new = hunks(block.old, block.new), read_lines(block.new)
-    changed = {i for x in there for i in range(x.new_start, x.new_start + len(x.come))}
+    changed = {i for x in there for i in range(x.new_start, x.new_start + len(x.added))}
 
     def unchanged(numbers):
         near = itertools.takewhile(lambda i: i not in changed, numbers)
@@ -79,7 +76,7 @@ def hunk_diff(block):
 
     lines = []
     for hunk in block.hunks:
-        start, end = hunk.new_start, hunk.new_start + len(hunk.come)
+        start, end = hunk.new_start, hunk.new_start + len(hunk.added)
         before = unchanged(range(start - 1, start - 1 - CONTEXT, -1))[::-1]
         after = unchanged(range(end, end + CONTEXT))
         where = f" in {hunk.scope}" if hunk.scope else ""
@@ -100,7 +97,7 @@ def rungs_table(block, explained):
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
     ]
-    for name in sorted(RUNGS, key=depth):
+    for name in sorted(RUNGS, key=ancestry):
         parent, what = RUNGS[name], docstring(ROOT / name).split(". ")[0]
         size = "(start here)"
         if parent:
@@ -114,35 +111,6 @@ def rungs_table(block, explained):
 # Explanations
 
 
-def explanations(pages=None):
-    """{(old, new): {hunk number: (page, heading, anchor)}}, as the chapters have it.
-
-    Pages go by their name in docs/ without `.md`. Raises Wrong if a hunk has two.
-    """
-    found = {}
-    for page in pages or [parse(x) for x in page_names()]:
-        for block in page.blocks:
-            for hunk in block.hunks:
-                places = found.setdefault((block.old, block.new), {})
-                place = Path(page.name).stem, block.heading, block.anchor
-                if hunk.number in places:
-                    other = places[hunk.number]
-                    raise block.wrong(f"{other[0]} explains it already: {hunk.lines}")
-                places[hunk.number] = place
-    return found
-
-
-def named_tests(old, new):
-    """{hunk number: the tests that its explanation says will miss it}."""
-    tests = {}
-    for page in [parse(x) for x in page_names()]:
-        for block in page.blocks:
-            if (block.old, block.new) == (old, new):
-                names = TEST.findall(page.section(block))
-                tests |= {hunk.number: names for hunk in block.hunks}
-    return tests
-
-
 def check_explanations(pages):
     """Every hunk of every rung has one heading, and it says what it must."""
     problems, found = [], explanations(pages)
@@ -151,7 +119,7 @@ def check_explanations(pages):
             if hunk.number not in found.get((old, new), {}):
                 at = (
                     f"{new}:{hunk.new_start}"
-                    if hunk.come
+                    if hunk.added
                     else f"{old}:{hunk.old_start}"
                 )
                 problems.append(f"{at}: no chapter explains {hunk.lines}")
@@ -210,8 +178,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         return build(args)
-    except Wrong as error:
-        print(f"docs.build: error: {error}", file=sys.stderr)
+    except InputError as error:
+        print(f"website.build: error: {error}", file=sys.stderr)
         return 2
 
 
@@ -224,7 +192,7 @@ def build(args):
         name = Path(args.only).stem
         pages = [x for x in pages if name == Path(x.name).stem]
         if not pages:
-            raise Wrong(f"there is no page {args.only}")
+            raise InputError(f"there is no page {args.only}")
     outputs = {}
     if not args.diffs:
         outputs, wrong = run_all(pages)
@@ -251,7 +219,7 @@ def write(pages):
             with open(ROOT / name, "ab"):
                 pass
     except OSError as error:
-        raise Wrong(f"{name}:1: cannot be written: {error.strerror}") from None
+        raise InputError(f"{name}:1: cannot be written: {error.strerror}") from None
     for name, lines in pages.items():
         (ROOT / name).write_text("\n".join(lines) + "\n")
         print(f"{name}: filled in")

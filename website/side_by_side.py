@@ -10,7 +10,8 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-from docs.diffs import ROOT, RUNGS, depth, hunks
+from ladder.diffs import hunks
+from ladder.rungs import ROOT, RUNGS, ancestry
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 SIMILAR = 0.5  # from here on, two lines are one line that was changed
@@ -117,10 +118,10 @@ def changed_places(one, other):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one rung to another in the tree."""
-    ways = [set(itertools.pairwise(depth(x))) for x in (old, new) if x in RUNGS]
+    ways = [set(itertools.pairwise(ancestry(x))) for x in (old, new) if x in RUNGS]
     if len(ways) < 2:  # a chapter's own scripts
         return []
-    return sorted(ways[0] ^ ways[1], key=lambda edge: len(depth(edge[1])))
+    return sorted(ways[0] ^ ways[1], key=lambda edge: len(ancestry(edge[1])))
 
 
 def explain(old, new, explained):
@@ -137,8 +138,8 @@ def explain(old, new, explained):
         if hunk.number in explained.get(edge, {})
     ]
     for hunk in hunks(old, new):
-        texts = {x for x in hunk.gone + hunk.come if x.strip()}
-        found = [p for h, p in on_the_way if texts.intersection(h.gone + h.come)]
+        texts = {x for x in hunk.removed + hunk.added if x.strip()}
+        found = [p for h, p in on_the_way if texts.intersection(h.removed + h.added)]
         found = found or [p for h, p in on_the_way if h.scope == hunk.scope]
         if hunk.number in own:
             found = [own[hunk.number]]
@@ -154,10 +155,10 @@ def parts(old, new, places):
     found, i, j = [], 1, 1
     for hunk in hunks(old, new):
         found += unchanged(old, new, i, j, hunk.old_start - i)
-        i, j = hunk.old_start + len(hunk.gone), hunk.new_start + len(hunk.come)
+        i, j = hunk.old_start + len(hunk.removed), hunk.new_start + len(hunk.added)
         marks = {}, {}
-        for a, b in similar_lines(hunk.gone, hunk.come):
-            gone, come = changed_places(hunk.gone[a], hunk.come[b])
+        for a, b in similar_lines(hunk.removed, hunk.added):
+            gone, come = changed_places(hunk.removed[a], hunk.added[b])
             marks[0][hunk.old_start + a] = gone
             marks[1][hunk.new_start + b] = come
         gone = changed("del", old, hunk.old_start, i, marks[0])

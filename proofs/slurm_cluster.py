@@ -1,19 +1,19 @@
-"""A little Slurm on one Linux machine: real daemons on the hosts of tests/hosts.py.
+"""A little Slurm on one Linux machine: real daemons on the hosts of proofs/hosts.py.
 
-    python -m tests.slurm_cluster 2
+    python -m proofs.slurm_cluster 2
 
 starts slurmctld on the host node0 and a slurmd on node1 and on node2, and opens a shell
 on node0, as on a login node: sinfo, sbatch, squeue and scancel work there as on any
 cluster. `exit`, and all of it is gone. With a command after --, that runs in place of
 the shell, and its exit status is this one's:
 
-    python -m tests.slurm_cluster 2 -- sbatch --wait slurm/multinode.sbatch 50 10
+    python -m proofs.slurm_cluster 2 -- sbatch --wait slurm/multinode.sbatch 50 10
 
 All hosts work in this folder. Each has 4 CPUs on paper, whatever the machine has, and
 with --gpus N also N GPUs that Slurm hands out and that do not exist. Some waits are
 shorter than Slurm's own (see QUICK).
 
-Needs root, Debian's slurm-wlm and munge, and what tests/hosts.py needs. The machine's
+Needs root, Debian's slurm-wlm and munge, and what proofs/hosts.py needs. The machine's
 own Slurm and munge, if it has any, are neither used nor touched: each host has a /run
 and an /etc/slurm of its own, in memory. All ends with the process that made it.
 """

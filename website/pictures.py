@@ -1,8 +1,8 @@
 """Draw the pictures of the chapters into docs/pictures.
 
-    python -m docs.pictures            draw them
-    python -m docs.pictures --check    change nothing, and fail if one is stale
-    python -m docs.pictures --trace    train and measure anew for overlap.svg, then draw
+    python -m website.pictures            draw them
+    python -m website.pictures --check    change nothing, and fail if one is stale
+    python -m website.pictures --trace    train and measure anew for overlap.svg, then draw
 
 overlap.svg shows docs/pictures/overlap.json: one step of multigpu.py, as the profiler
 saw it. Exit status 1: a picture differs from what this script draws.
@@ -20,8 +20,8 @@ from xml.sax.saxutils import escape
 import torch
 
 from benchmarks.report import cpu_model
-from docs.diffs import ROOT
-from tests import rungs
+from ladder.rungs import ROOT
+from proofs import launch, results
 
 FOLDER = ROOT / "docs" / "pictures"
 

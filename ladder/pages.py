@@ -1,9 +1,11 @@
-"""The Markdown pages: their headings, markers and commands; see docs/build.py."""
+"""The Markdown pages: their headings, markers and commands; see website/build.py."""
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from docs.diffs import ROOT, Wrong, hunks, read_lines
+from ladder.diffs import hunks
+from ladder.rungs import ROOT, InputError, read_lines
 
 END = "<!-- end -->"
 DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
@@ -35,7 +37,7 @@ class Block:
     script: str = ""
 
     def wrong(self, message):
-        return Wrong(f"{self.page}:{self.line}: {message}")
+        return InputError(f"{self.page}:{self.line}: {message}")
 
 
 @dataclass
@@ -69,7 +71,7 @@ def page_names():
 
 
 def parse(name, lines=None):
-    """Find the headings, markers and commands of a page, or raise Wrong."""
+    """Find the headings, markers and commands of a page, or raise InputError."""
     page = Page(name, read_lines(name) if lines is None else lines)
     lines, taken, i = page.lines, {}, 0
     pending = None  # a `file` or `not run here` marker that waits for its fence
@@ -91,7 +93,7 @@ def parse(name, lines=None):
                 page.blocks.append(block)
         elif re.match(r" {4}|\t|<pre|.*(~~~|```)|(=+|---+) *$", line):
             what = "code that is not in a fence of its own (```sh), or an underline"
-            raise Wrong(f"{name}:{i + 1}: {what}")
+            raise InputError(f"{name}:{i + 1}: {what}")
         i += 1
     return page
 
@@ -101,19 +103,19 @@ def read_fence(page, first, marker):
     lines, at = page.lines, f"{page.name}:{first + 1}"
     ticks, kind = re.match(r"(`+)(.*)", lines[first]).groups()
     if ticks not in lines[first + 1 :]:
-        raise Wrong(f"{at}: a fence without end")
+        raise InputError(f"{at}: a fence without end")
     last = lines.index(ticks, first + 1)
     body = lines[first + 1 : last]
     if kind not in ("sh", "python", "text"):
         kinds = "sh, python or text (diffs and output stand between markers)"
-        raise Wrong(f"{at}: a fence is one of {kinds}")
+        raise InputError(f"{at}: a fence is one of {kinds}")
     if marker and marker.kind == "file":
         page.files[marker.text] = "\n".join(body) + "\n"
     elif kind == "sh":
         text = "\n".join(body).replace("\\\n", " ")
         commands = [" ".join(x.split()) for x in text.splitlines() if x.strip()]
         if not commands or "<<" in text:
-            raise Wrong(f"{at}: a fence of sh holds one command a line")
+            raise InputError(f"{at}: a fence of sh holds one command a line")
         page.commands += [
             (first + 1, x, marker.text if marker else "") for x in commands
         ]
@@ -122,7 +124,7 @@ def read_fence(page, first, marker):
     elif kind == "text":
         for what, pattern in TYPED.items():
             if any(re.match(pattern, x) for x in body):
-                raise Wrong(f"{at}: {what}, typed: those are generated")
+                raise InputError(f"{at}: {what}, typed: those are generated")
     return last
 
 
@@ -130,7 +132,7 @@ def read_marker(page, number, line):
     """The Block of a marker's line, checked against the files that it names."""
     found = re.fullmatch(r"<!-- (.*?) -->", line)
     if not found:
-        raise Wrong(f"{page.name}:{number}: a marker is a comment of one line")
+        raise InputError(f"{page.name}:{number}: a marker is a comment of one line")
     block = Block(page.name, number, "", found[1])
     if page.headings:
         _, block.heading, block.anchor = page.headings[-1]
@@ -178,7 +180,7 @@ def find_hunks(block, texts):
     """Note the hunks of the block's diff that have these texts in them."""
     try:
         there = hunks(block.old, block.new)
-    except Wrong as error:
+    except InputError as error:
         raise block.wrong(error) from None
     for text in texts:
         have = [x for x in there if any(text in line[1:] for line in x.lines)]
@@ -197,3 +199,37 @@ def find_end(block, lines):
         if lines[i].startswith("<!--"):
             break
     raise block.wrong(f"this marker has no {END}")
+
+
+# Explanations
+
+TEST = re.compile(r"`(tests/\w+\.py(?:::\w+)?)`")
+
+
+def explanations(pages=None):
+    """{(old, new): {hunk number: (page, heading, anchor)}}, as the chapters have it.
+
+    Pages go by their name in docs/ without `.md`. Raises InputError if a hunk has two.
+    """
+    found = {}
+    for page in pages or [parse(x) for x in page_names()]:
+        for block in page.blocks:
+            for hunk in block.hunks:
+                places = found.setdefault((block.old, block.new), {})
+                place = Path(page.name).stem, block.heading, block.anchor
+                if hunk.number in places:
+                    other = places[hunk.number]
+                    raise block.wrong(f"{other[0]} explains it already: {hunk.lines}")
+                places[hunk.number] = place
+    return found
+
+
+def named_tests(old, new):
+    """{hunk number: the tests that its explanation says will miss it}."""
+    tests = {}
+    for page in [parse(x) for x in page_names()]:
+        for block in page.blocks:
+            if (block.old, block.new) == (old, new):
+                names = TEST.findall(page.section(block))
+                tests |= {hunk.number: names for hunk in block.hunks}
+    return tests

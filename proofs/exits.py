@@ -1,6 +1,6 @@
 """Does a run end well, every time, also when the machine is busy?
 
-    python -m tests.exits [--runs 50] [--at-once 3]
+    python -m proofs.exits [--runs 50] [--at-once 3]
 
 Runs multigpu.py and multinode.py again and again, several at once so that each disturbs
 the others, and counts exit statuses and processes that hang. Exit status 1 unless all
@@ -14,8 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.diffs import ROOT
-from tests.rungs import DISTRIBUTED, finish, launch, start
+from ladder.rungs import ROOT
+from proofs.launch import DISTRIBUTED, launch
+from proofs.processes import finish, start
 
 
 def one(name):

@@ -1,6 +1,6 @@
 """Every line earns its place: take one out, and a test fails.
 
-    python -m tests.lines [--jobs N] [PARENT CHILD]
+    python -m proofs.lines [--jobs N] [PARENT CHILD]
 
 Takes each statement that a rung's diff adds back out again, one at a time, runs the
 tests on what is left, and prints which of them fails. A statement that replaces one of
@@ -27,8 +27,9 @@ import textwrap
 import time
 from pathlib import Path
 
-from docs.build import named_tests as explained_by
-from docs.diffs import EDGES, ROOT, hunks
+from ladder.diffs import hunks
+from ladder.rungs import EDGES, ROOT
+from website.build import named_tests as explained_by
 
 # The quickest to miss a line first. What is not named here comes last.
 FIRST = ["diff", "probe", "input", "failure", "snapshot"]
@@ -114,7 +115,7 @@ def test_files(root):
 def named_tests(parent, child, line):
     """The tests that are named where the chapters explain this line of the child."""
     for hunk in hunks(parent, child):
-        if hunk.new_start <= line < hunk.new_start + max(1, len(hunk.come)):
+        if hunk.new_start <= line < hunk.new_start + max(1, len(hunk.added)):
             return explained_by(parent, child)[hunk.number]
     raise AssertionError(f"{child}:{line} is in no hunk")
 

@@ -1,4 +1,7 @@
-"""The site: `python -m sphinx -W docs docs/_site`, then open docs/_site/index.html."""
+"""The site: `python -m sphinx -W -c website docs docs/_site`.
+
+Then open docs/_site/index.html.
+"""
 
 import sys
 from pathlib import Path
@@ -7,14 +10,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 project = "From one device to many"
 html_title = project
-extensions = ["myst_parser", "docs.site"]
+extensions = ["myst_parser", "website.extension"]
 root_doc = "0_intro"
 include_patterns = ["*.md"]
-myst_heading_anchors = 6  # docs.pages.slug gives the same anchors
+myst_heading_anchors = 6  # ladder.pages.slug gives the same anchors
 
-templates_path = ["site/templates"]
-html_static_path = ["site/static"]
-html_favicon = "site/static/icon.svg"
+templates_path = ["templates"]
+html_static_path = ["static"]
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_use_index = False

@@ -1,6 +1,6 @@
 """A cluster on one Linux machine: hosts with a name, an address and a network each.
 
-    python -m tests.hosts 2 -- torchrun --nnodes=2 --nproc-per-node=2 \\
+    python -m proofs.hosts 2 -- torchrun --nnodes=2 --nproc-per-node=2 \\
         --rdzv-backend=c10d --rdzv-endpoint=node0:29500 multinode.py 50 10
 
 starts the command on node0 and node1, each a set of Linux namespaces (network,
@@ -36,6 +36,8 @@ import threading
 import time
 from pathlib import Path
 
+from proofs.processes import clean_env
+
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 # The names of all, in a file that only this host has, and that goes with it.
@@ -61,14 +63,6 @@ def why_not():
 
 def search_path():
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's has no sbin
-
-
-def clean_env(**extra):
-    """The environment without what a launcher or a user may have set in it."""
-    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
-    drop |= {"MASTER_ADDR", "MASTER_PORT"}
-    env = {name: value for name, value in os.environ.items() if name not in drop}
-    return env | {name: str(value) for name, value in extra.items()}
 
 
 def environment(**extra):
@@ -377,7 +371,7 @@ def main(count, command, own_disks=None, when=()):
 
 
 def fail(message):
-    print(f"tests.hosts: error: {message}", file=sys.stderr)
+    print(f"proofs.hosts: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 

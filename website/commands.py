@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from docs.diffs import ROOT, RUNGS, docstring
+from ladder.rungs import ROOT, RUNGS, docstring
 
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 120))  # the longest takes about 20 s
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -112,7 +112,7 @@ def run(page, command, faults=(), script=""):
 
 def parse_flags(command):
     """(exit status, message) of the programs of a command, asked about its flags."""
-    check = [sys.executable, "-m", "docs.flags", command]
+    check = [sys.executable, "-m", "website.flags", command]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -1,6 +1,6 @@
 """Let the real programs parse the flags of a command that cannot be run here.
 
-    python -m docs.flags 'torchrun --nnodes=2 --nproc-per-node=4 multinode.py 50 10'
+    python -m website.flags 'torchrun --nnodes=2 --nproc-per-node=4 multinode.py 50 10'
 
 Exit status 2, and one line or the program's own message, if one of them refuses.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from docs.diffs import ROOT, docstring
+from ladder.rungs import ROOT, docstring
 
 
 def torchrun(words):
@@ -70,7 +70,7 @@ def server(words):
 
 
 def fail(message):
-    print(f"docs.flags: error: {message}", file=sys.stderr)
+    print(f"website.flags: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 

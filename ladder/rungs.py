@@ -1,0 +1,93 @@
+"""The rungs: every script whose docstring names its parent, found by listing folders.
+
+`RUNGS` is {name: parent's name, or None}; `EDGES` is [(parent, child)]. A name is a
+path from the root of the repository, such as `variants/preemptible.py`.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class InputError(Exception):
+    """Bad input: its message is the one line to print before exit status 2."""
+
+
+def read_lines(name):
+    """The lines of a text file of the repository, or InputError. Ends are cut off."""
+    try:
+        text = (ROOT / name).read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}:1: cannot be read: {error}") from None
+    lines = text.removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if re.search("[\0\r\f\v\u2028\ufeff]", line):
+            raise InputError(
+                f"{name}:{number}: a line ends with LF and has no control codes"
+            )
+    return lines
+
+
+def docstring(path):
+    """The text of a script's docstring, or "" if it does not begin with one.
+
+    Read as text and not parsed, so that a script with a syntax error has one as well.
+    """
+    text = Path(path).read_bytes().decode(errors="replace")
+    found = re.match(r"""(?:#.*\n|\s)*("{3}|'{3})(.*?)\1""", text, re.S)
+    return found[2] if found else ""
+
+
+def commands(name):
+    """The shell commands in the rung's docstring, as lists of words."""
+    lines = docstring(ROOT / name).splitlines()
+    starts = ("python ", "torchrun ")
+    return [shlex.split(line) for line in lines if line.startswith(starts)]
+
+
+def find_rungs():
+    """{name: parent name or None} of every script that names its parent."""
+    rungs = {}
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
+        parent = re.search(r"Parent: (\S+)", docstring(path))
+        if parent:
+            name = str(path.relative_to(ROOT))
+            rungs[name] = None if parent[1] == "none" else parent[1]
+    return rungs
+
+
+RUNGS = find_rungs()
+EDGES = [(parent, child) for child, parent in RUNGS.items() if parent]
+
+
+def check_rungs():
+    """Raise InputError unless all scripts are on one tree: one has no parent."""
+    for path in ROOT.glob("variants/**/*.py"):
+        name = str(path.relative_to(ROOT))
+        if name not in RUNGS and path.name != "__init__.py":
+            raise InputError(
+                f"{name}:1: the docstring names no parent (Parent: multinode.py)"
+            )
+    for name, parent in RUNGS.items():
+        above = []
+        while parent:
+            if parent not in RUNGS:
+                raise InputError(f"{name}:1: its parent {parent} is no rung")
+            if parent in above:
+                raise InputError(f"{name}:1: its parents go round in a circle")
+            above.append(parent)
+            parent = RUNGS[parent]
+    if list(RUNGS.values()).count(None) != 1:
+        raise InputError(
+            "single_gpu.py:1: one rung has no parent (Parent: none), not more"
+        )
+
+
+def ancestry(name):
+    """Where a rung stands in the tree: its ancestors' names, then its own."""
+    path = []
+    while name:
+        path, name = [name, *path], RUNGS[name]
+    return path

@@ -1,0 +1,147 @@
+"""Launch a rung: as a user types it, or in forks that have imported torch already."""
+
+import functools
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from ladder.files import edit
+from ladder.rungs import ROOT, RUNGS, ancestry, commands
+from proofs import processes
+from proofs.warm import Fork
+
+# The rungs that run as several processes: multigpu.py and all that come from it.
+DISTRIBUTED = [name for name in RUNGS if "multigpu.py" in ancestry(name)]
+UNDER_TORCHRUN = [name for name in RUNGS if commands(name)[0][0] == "torchrun"]
+SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
+
+HOOKS = Path(__file__).parent / "hooks"
+ENTRY = 'if __name__ == "__main__":'
+
+
+def home(script):
+    """The folder of the utils.py that belongs to `script`, a path to a rung."""
+    folder = Path(script).resolve().parent
+    return folder.parent if folder.name == "variants" else folder
+
+
+def rung_of(script):
+    """The name of the rung that `script`, a path, is a copy of, or None."""
+    name = str(Path(script).resolve().relative_to(home(script)))
+    return name if name in RUNGS else None
+
+
+def options_of(name):
+    """The options in the rung's docstring command, such as `--accumulate 4`.
+
+    A rung whose idea needs an option is tested with what its docstring has.
+    """
+    words = commands(name)[0]
+    numbers = [i for i, word in enumerate(words) if word.isdecimal()]
+    return words[numbers[1] + 1 :]  # after total_epochs and save_every
+
+
+def command(script, total, every, *options, nprocs=2):
+    """The words to type for `script`, a path to a rung or to a copy of one."""
+    name = rung_of(script)
+    words = list(commands(name)[0])
+    at = next(i for i, word in enumerate(words) if word.isdecimal())
+    before = words[:at]
+    if "-m" not in before:
+        before[before.index(name)] = str(script)
+    if name in UNDER_TORCHRUN:
+        before = [re.sub("(nproc-per-node=).*", rf"\g<1>{nprocs}", x) for x in before]
+    elif name in SPAWNED:
+        options = ("--nprocs", nprocs, *options)
+    return [str(x) for x in (*before, total, every, *options_of(name), *options)]
+
+
+def real(words):
+    """`words` for a new interpreter: the one of the tests, whatever PATH has."""
+    program, *rest = words
+    module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    return [sys.executable, *module, *rest]
+
+
+def environment(script, env):
+    """A variant is a module, and so is its copy: it is found by PYTHONPATH."""
+    return {"PYTHONPATH": home(script)} | env
+
+
+def start(script, *arguments, cwd, nprocs=2, **env):
+    """Start a rung as a user does, for tests that do something to it: a Popen."""
+    words = real(command(script, *arguments, nprocs=nprocs))
+    return processes.start(words, cwd, **environment(script, env))
+
+
+def launch(script, *arguments, cwd, nprocs=2, real, timeout_s=None, **env):
+    """Run a rung with `total_epochs save_every [options]` to its end: Done.
+
+    script: a path to a rung or to a copy that `plant` has made. cwd: the folder that it
+    runs in. env: variables to set. real: why it takes new interpreters, which cost ten
+    times as much; "" if forks show the same. They do, unless the claim is about how a
+    process starts or ends: its exit status after a crash, threads that outlive `main`,
+    kills, restarts.
+    """
+    if real:
+        return processes.finish(
+            start(script, *arguments, cwd=cwd, nprocs=nprocs, **env), timeout_s
+        )
+    words = command(script, *arguments, nprocs=nprocs)
+    return Fork(words, cwd, **environment(script, env)).finish(timeout_s)
+
+
+def train(script, *arguments, cwd, nprocs=2, real="", **env):
+    """`launch`, and insist that it ends well."""
+    done = launch(script, *arguments, cwd=cwd, nprocs=nprocs, real=real, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run_script(script, *arguments, cwd, **env):
+    """Run a script that starts no other, with any arguments, in a fork: Done."""
+    return Fork(
+        ["python", script, *arguments], cwd, **environment(script, env)
+    ).finish()
+
+
+@functools.cache
+def batches_per_step(name):
+    """How many batches of one process make a step of the optimizer; 1 for most rungs.
+
+    A rung with options of its own is asked: it prints its effective batch.
+    """
+    if not options_of(name):
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        done = train(ROOT / name, 1, 1, "--batch-size", 16, cwd=folder)
+    effective = int(re.search(r"effective batch (\d+)", done.stdout)[1])
+    return effective // (16 * (2 if name in DISTRIBUTED else 1))
+
+
+def batch_size(name, effective, nprocs=2):
+    """`--batch-size` of each process, so that a step takes `effective` samples."""
+    nprocs = nprocs if name in DISTRIBUTED else 1
+    return effective // nprocs // batches_per_step(name)
+
+
+def plant(name, folder, *changes, hooks=()):
+    """Copy a rung and utils.py to `folder`; returns the path of the copy.
+
+    changes: pairs (old, new) of texts to replace. hooks: names of modules in
+    proofs/hooks that are attached to it; see proofs/hooks/__init__.py.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "utils.py", folder)
+    script = folder / (name if name in RUNGS else Path(name).name)
+    script.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / name, script)
+    if hooks:
+        shutil.copytree(HOOKS, folder / "hooks", dirs_exist_ok=True)
+        names = ", ".join(f'"{hook}"' for hook in hooks)
+        attach = f"import hooks\n\nhooks.attach(globals(), {names})\n\n"
+        changes = (*changes, (ENTRY, f"{attach}{ENTRY}"))
+    edit(script, *changes)
+    return script

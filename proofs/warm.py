@@ -1,0 +1,198 @@
+"""Run programs in forks of this process, which has imported torch already.
+
+A new interpreter spends some 2 CPU seconds on `import torch` and 2 more on
+`torch._dynamo`, which every optimizer and DDP import. A fork of a process that has
+imported both has them at once, and computes the same bits: tests/test_launch.py.
+
+A fork does not show how an interpreter starts or ends. Threads of gloo that outlive
+`main`, exit statuses after a crash and kills of a launcher need a new one; see
+`proofs.launch.launch`.
+
+Import this module before any tensor is computed: a pool of threads does not survive a
+fork.
+"""
+
+import atexit
+import functools
+import importlib.util
+import io
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch._dynamo  # noqa: F401  any optimizer imports it: once here, not in each fork
+import torch.distributed.run
+
+from ladder.rungs import ROOT
+from proofs.processes import TIMEOUT_S, Done, TimedOut, clean_env
+
+FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
+torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
+
+# Modules that a copy of the repository has as well: each program imports its own.
+OF_A_COPY = ("utils", "hooks", "variants")
+
+
+def become(words):
+    """Go on as the program that `words` would start, to its end; for a forked process.
+
+    words: `python SCRIPT ...`, `python -m MODULE ...` or `torchrun ...`, as typed.
+    """
+    program, *arguments = words
+    if program == "torchrun":
+        _torchrun(arguments)
+    else:
+        _python(arguments)
+
+
+def _python(words):
+    """What `python WORDS` does, for a script or a module."""
+    is_module = words[0] == "-m"
+    script, *arguments = words[1:] if is_module else words
+    set_path_for(script, is_module)
+    # A script that spawns its ranks forks once more here, so that it must not compute
+    # with several threads before.
+    if "multiprocessing.spawn(" not in source_of(script, is_module):
+        use_fresh_threads()
+    start_processes = torch.multiprocessing.start_processes
+    torch.multiprocessing.spawn = functools.partial(_start_forks, start_processes)
+    run_main(script, arguments, is_module)
+
+
+def _start_forks(start_processes, fn, args=(), nprocs=1, join=True, daemon=False):
+    """`torch.multiprocessing.spawn`, whose processes are forks."""
+    rank = functools.partial(_with_fresh_threads, fn)
+    return start_processes(rank, args, nprocs, join, daemon, start_method="fork")
+
+
+def _with_fresh_threads(fn, *args):
+    use_fresh_threads()
+    return fn(*args)
+
+
+def _torchrun(words):
+    """What `torchrun WORDS` does: its own code, but that the ranks are forks."""
+    config_from_args = torch.distributed.run.config_from_args
+
+    def with_forks(args):
+        config, _, _ = config_from_args(args)
+        config.start_method = "fork"
+        script = args.training_script, args.training_script_args, args.module
+        return config, _rank, script
+
+    torch.distributed.run.config_from_args = with_forks
+    torch.distributed.run.main(words)
+
+
+def _rank(script, arguments, is_module):
+    set_path_for(script, is_module)
+    use_fresh_threads()
+    run_main(script, arguments, is_module)
+
+
+def source_of(script, is_module):
+    """The text of a script, given as a path or as a module's name."""
+    if is_module:
+        script = importlib.util.find_spec(script).origin
+    return Path(script).read_text()
+
+
+def set_path_for(script, is_module):
+    """Import from the script's folder, or this one, and PYTHONPATH, as Python would."""
+    first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
+    added = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    ]
+    ours = {str(ROOT), os.getcwd(), ""}
+    sys.path[:] = [first, *added, *(path for path in sys.path if path not in ours)]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OF_A_COPY:
+            del sys.modules[name]
+
+
+def use_fresh_threads():
+    """Compute with as many threads as a new interpreter would."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", FRESH_THREADS)))
+
+
+def run_main(script, arguments, is_module):
+    sys.argv = [str(script), *arguments]
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(script), run_name="__main__")
+
+
+class Fork:
+    """A program in a fork of this process, in a session of its own.
+
+    `pid` is its process. Its output goes to files without names.
+    """
+
+    def __init__(self, words, cwd, **env):
+        self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        environment = clean_env(**env)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.dup2(self.out.fileno(), 1)
+            os.dup2(self.err.fileno(), 2)
+            os.chdir(cwd)
+            exit_as(words, environment)
+
+    def finish(self, timeout_s=None):
+        """Wait for its end: Done. If it hangs, end its session and raise TimedOut."""
+        timeout_s = timeout_s or TIMEOUT_S
+        deadline, in_time = time.monotonic() + timeout_s, True
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            if in_time and time.monotonic() > deadline:
+                in_time = False
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+            file.close()
+        if not in_time:
+            raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
+        return Done(os.waitstatus_to_exitcode(status), *texts)
+
+
+def exit_as(words, environment):
+    """In a fork: become the program, then exit with its status. Never returns."""
+    status = 1
+    try:
+        # Objects of the parent's on these numbers must not be closed by the collector.
+        sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(1), "wb"), write_through=False)
+        sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(2), "wb"), line_buffering=True)
+        os.environ.clear()
+        os.environ.update(environment)
+        atexit._clear()  # the parent's
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            become([str(word) for word in words])
+            status = 0
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            status = end.code if isinstance(end.code, int) else bool(end.code)
+        except BaseException:
+            traceback.print_exc()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(int(status))
