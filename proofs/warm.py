@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
 # Modules that a copy of the repository has as well: each program imports its own.
-OF_A_COPY = ("utils", "hooks", "variants")
+OF_A_COPY = ("utils", "hooks", "variants", "ladder", "proofs", "website")
 
 
 def become(words):
@@ -126,7 +125,8 @@ def run_main(script, arguments, is_module):
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(str(script), run_name="__main__")
+        # Python makes the path absolute, too; tracebacks show it.
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
 
 
 class Fork:
@@ -146,7 +146,8 @@ class Fork:
             os.dup2(self.out.fileno(), 1)
             os.dup2(self.err.fileno(), 2)
             os.chdir(cwd)
-            exit_as(words, environment)
+            words = [str(word) for word in words]
+            exit_as(functools.partial(become, words), environment)
 
     def finish(self, timeout_s=None):
         """Wait for its end: Done. If it hangs, end its session and raise TimedOut."""
@@ -170,8 +171,8 @@ class Fork:
         return Done(os.waitstatus_to_exitcode(status), *texts)
 
 
-def exit_as(words, environment):
-    """In a fork: become the program, then exit with its status. Never returns."""
+def exit_as(program, environment):
+    """In a fork: call `program`, then exit with its status. Never returns."""
     status = 1
     try:
         # Objects of the parent's on these numbers must not be closed by the collector.
@@ -183,14 +184,14 @@ def exit_as(words, environment):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            become([str(word) for word in words])
+            program()
             status = 0
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             status = end.code if isinstance(end.code, int) else bool(end.code)
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # torch.distributed's names the rank
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
