@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import torch
@@ -124,9 +125,12 @@ def run_main(script, arguments, is_module):
     sys.argv = [str(script), *arguments]
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        # Python makes the path absolute, too; tracebacks show it.
-        runpy.run_path(os.path.abspath(script), run_name="__main__")
+        return
+    # As Python does it: the path is absolute in tracebacks, and argv has it as typed.
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(script)
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), main.__file__, "exec"), vars(main))
 
 
 class Fork:

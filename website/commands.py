@@ -56,11 +56,10 @@ def same(one, other):
     )
 
 
-# What a fork would not show, or could not do. A fork is no child of its torchrun, has
-# another command line, and ends otherwise than an interpreter: what sends signals or
-# looks at processes needs real ones. Hosts and clusters have networks of their own, and
-# the process that forks is not in them. (A crash may be forked: torchrun is real, and so
-# are its ranks' exit statuses, tracebacks and time-outs.)
+# What a fork would not show, or could not do. A fork is no child of its torchrun and has
+# another command line, so what sends signals or looks at processes needs real ones. Hosts
+# and clusters have networks of their own, and the process that forks is not in them.
+# (A crash may be forked: torchrun and its dealings with its ranks are real.)
 REAL = r"\bkill\b|\bgetppid\b|\bstacks\.sh\b|\bproofs\."
 
 

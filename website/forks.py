@@ -144,6 +144,7 @@ def become(words, python):
     from proofs import warm
 
     torch.distributed.set_debug_level_from_env()  # otherwise done by its import
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
     program, *arguments = words
     if program == "torchrun":
         os.environ["PYTHON_EXEC"] = str(python)

@@ -31,7 +31,7 @@ def is_shared(program, words):
     words = [word for word in words if word != "-u"]
     if words[:1] == ["-m"]:
         return words[1].startswith("variants.") or words[1] == "website.flags"
-    return words[:1] != [] and words[0].endswith(".py")
+    return words != [] and words[0].endswith(".py") and os.path.isfile(words[0])
 
 
 def main(address, program, words):
