@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 1 to 10 s
+TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
 
 # What a launcher or a user may have set, and what would be taken for it.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
