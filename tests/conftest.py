@@ -1,55 +1,141 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
+import json
 import os
 import shutil
+import sys
 import warnings
 
 import pytest
-import torch
-import torch._dynamo  # noqa: F401  optimizers import it: once here, not in each fork
 
 # All tests run on the CPU, also where there are GPUs, but for those of test_gpu.py.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-torch.set_num_threads(1)  # this process forks: no thread pool may exist in it
 
-from ladder.rungs import ROOT
-from proofs import launch  # noqa: E402
+from ladder.rungs import ROOT, commands  # noqa: E402
+from proofs import launch, processes, results  # noqa: E402
+
+OBSERVER = ROOT / "proofs" / "observer"
+
+
+# What `pytest` leaves out unless it is told --all
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run the tests marked `waits` as well: hosts, Slurm, hangs, the browser",
+    )
+
+
+left_out = {}  # {file: how many of its tests}
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    waiting = [item for item in items if item.get_closest_marker("waits")]
+    for item in waiting:
+        left_out[item.path.name] = left_out.get(item.path.name, 0) + 1
+    config.hook.pytest_deselected(items=waiting)
+    items[:] = [item for item in items if item not in waiting]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """The last line that pytest prints."""
+    if left_out:
+        files = ", ".join(f"{name} ({count})" for name, count in left_out.items())
+        print(f"Left out, because they wait: {files}. To run them too: pytest --all")
+
+
+# Runs
+
+
+def once(make):
+    """`make`, but called once for the same arguments; what failed is not tried again."""
+    made = {}
+
+    def get(*arguments):
+        if arguments not in made:
+            try:
+                made[arguments] = make(*arguments), None
+            except Exception as error:
+                made[arguments] = None, error
+        result, error = made[arguments]
+        if error:
+            raise error
+        return result
+
+    return get
+
+
+def processes_of(name, nprocs):
+    return nprocs if name in launch.DISTRIBUTED else 1
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """`runs(name, nprocs)`: a rung's own 5 epochs at an effective batch of 64."""
-    made = {}
+    """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
 
-    def get(name, nprocs=2):
-        if name not in rungs.DISTRIBUTED:
-            nprocs = 1
-        if (name, nprocs) not in made:
-            folder = tmp_path_factory.mktemp("run")
-            script, options = ROOT / name, ("--batch-size", 64 // nprocs)
-            done = rungs.train(script, 5, 2, *options, cwd=folder, nprocs=nprocs)
-            made[name, nprocs] = folder, done
-        return made[name, nprocs]
+    It saves every second epoch. In forks.
+    """
 
-    return get
+    @once
+    def run(name, nprocs):
+        folder = tmp_path_factory.mktemp("run")
+        options = ("--batch-size", launch.batch_size(name, 64, nprocs))
+        done = launch.train(ROOT / name, 5, 2, *options, cwd=folder, nprocs=nprocs)
+        return folder, done
+
+    return lambda name, nprocs=2: run(name, processes_of(name, nprocs))
+
+
+@pytest.fixture(scope="session")
+def typed(tmp_path_factory):
+    """`typed(name)`: (folder, Done, threads) of the docstring's command as one types it.
+
+    threads: for each rank, the names of gloo's threads that were left at its exit.
+    """
+
+    @once
+    def run(name):
+        folder = tmp_path_factory.mktemp("typed")
+        log = tmp_path_factory.mktemp("threads")
+        launch.plant(name, folder)
+        (words,) = commands(name)
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        env = {"PATH": path, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
+        done = processes.run(words, folder, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder, done, [x.read_text() for x in log.iterdir()]
+
+    return run
 
 
 @pytest.fixture(scope="session")
 def probes(tmp_path_factory):
-    """`probes(name, nprocs)`: see `rungs.probe`."""
-    made = {}
+    """`probes(name, nprocs)`: ([(train, held-out loss)], [facts of each rank], Done).
 
-    def get(name, nprocs):
-        if name not in rungs.DISTRIBUTED:
-            nprocs = 1
-        if (name, nprocs) not in made:
-            folder = tmp_path_factory.mktemp("probe")
-            made[name, nprocs] = rungs.probe(name, folder, nprocs)
-        return made[name, nprocs]
+    Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
+    2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
+    those of proofs/hooks/probe.py.
+    """
 
-    return get
+    @once
+    def run(name, nprocs):
+        folder = tmp_path_factory.mktemp("probe")
+        script = launch.plant(name, folder, hooks=["probe"])
+        options = ("--batch-size", launch.batch_size(name, 66, nprocs))
+        done = launch.train(script, 2, 1, *options, cwd=folder, nprocs=nprocs)
+        files = sorted(folder.glob("probe.*.json"))
+        assert len(files) == nprocs
+        facts = [json.loads(file.read_text()) for file in files]
+        return results.losses(done), facts, done
+
+    return lambda name, nprocs: run(name, processes_of(name, nprocs))
 
 
 @pytest.fixture
