@@ -1,7 +1,7 @@
 """What can be taken out of a rung: statements, blocks and arguments, one at a time.
 
-`mutants(parent, child)` makes all texts that lack one thing which the child's diff adds.
-It reads no file and starts no process; proofs/lines.py runs the tests on what it makes.
+`mutants(parent, child)` makes all texts that lack one thing which the child's diff
+adds. It reads no file and starts no process; proofs/lines.py runs the tests on them.
 """
 
 import ast
@@ -15,15 +15,15 @@ from typing import NamedTuple
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPOUND = (ast.If, ast.With, ast.AsyncWith, ast.For, ast.AsyncFor, ast.While, ast.Try)
 COMPOUND += (*FUNCTIONS, ast.ClassDef)
-SIMILAR = 0.6  # a line of the child is a changed line of the parent's from this ratio on
+SIMILAR = 0.6  # from this ratio on, a line is a changed line of the parent's
 
 
 class Mutant(NamedTuple):
     """A text that lacks one thing of the child's.
 
     `line` and `what` say where in the child it stands and what is taken out. `kind` is
-    "statement", "block" (a header is taken out and its block stays), "branch" (an `else`
-    or the like), "argument", or "put back" (lines that only the parent has).
+    "statement", "block" (a header is taken out and its block stays), "branch" (an
+    `else` or the like), "argument", or "put back" (lines that only the parent has).
     """
 
     line: int
@@ -64,8 +64,8 @@ def meaning(text):
 class Diff:
     """Two texts and what stands for what in them. Lines count from 1.
 
-    `added` is {line of the child: its hunk} for what the diff adds. Blank lines, comments
-    and the docstrings of functions are left out: nothing that runs depends on them.
+    `added` is {line of the child: its hunk} for what the diff adds. Blank lines,
+    comments and the docstrings of functions are left out: they change nothing.
     """
 
     def __init__(self, parent, child):
@@ -94,7 +94,7 @@ class Diff:
         return {i for x in nodes for i in range(x.lineno, x.end_lineno + 1)}
 
     def _pair_units(self):
-        """{(first, last) of a child's logical line: the parent's that it stands for}."""
+        """{(first, last) of a logical line: that of the parent's it stands for}."""
         texts = [
             ["\n".join(lines[first - 1 : last]) for first, last in units]
             for lines, units in (
@@ -130,9 +130,7 @@ class Diff:
     def counterpart(self, first, last):
         """(first, last) of what these lines stand for in the parent, or None."""
         of = [
-            old
-            for new, old in self.pairs.items()
-            if first <= new[0] and new[1] <= last
+            old for new, old in self.pairs.items() if first <= new[0] and new[1] <= last
         ]
         return (min(of)[0], max(of)[1]) if of else None
 
@@ -188,7 +186,9 @@ def similarity(one, other):
 
 def align(old, new):
     """[(i, j)]: which of the old texts has become which of the new ones, in order."""
-    best = [[(0, [])] * (len(new) + 1) for _ in range(len(old) + 1)]  # of the first i, j
+    best = [
+        [(0, [])] * (len(new) + 1) for _ in range(len(old) + 1)
+    ]  # of the first i, j
     for i, before in enumerate(old):
         for j, after in enumerate(new):
             ratio = similarity(before, after)
@@ -204,7 +204,7 @@ def align(old, new):
 
 
 def statements(diff):
-    """For each statement, block and branch that is added: the attempts to take it out."""
+    """The attempts to take out each statement, block and branch that is added."""
     covered = set()
     for node in ast.walk(diff.tree):
         for decorator in getattr(node, "decorator_list", []):
@@ -267,7 +267,7 @@ def take_line_out(diff, line):
 
 
 def block_alone(diff, node):
-    """One attempt: the block without its header, where it stands on lines of its own."""
+    """One attempt: the block without its header, if it has lines of its own."""
     first, last = start(node), node.end_lineno
     inside = start(node.body[0]), node.body[-1].end_lineno
     if inside[0] == node.lineno:
@@ -283,7 +283,7 @@ def block_alone(diff, node):
 
 
 def branches(diff, node):
-    """[(first line, last line)] of the `else`, `except` and `finally` of a statement."""
+    """[(first line, last line)] of a statement's `else`, `except` and `finally`."""
     found = []
     for handler in getattr(node, "handlers", []):
         found.append((handler.lineno, handler.end_lineno))
@@ -323,14 +323,15 @@ def put_back(diff):
 
 
 def arguments(diff):
-    """For each argument that is added or changed: the attempt to take it out."""
+    """The attempt to take out each argument that is added or changed."""
     source = Source(diff.child)
     old_source = Source(diff.parent)
     for call in calls(diff.tree):
         same = parents_call(diff, call)
         for argument in in_order(call):
             lines = range(argument.lineno, argument.end_lineno + 1)
-            if not any(line in diff.added for line in lines):
+            added = [line for line in lines if line in diff.added]
+            if not added:
                 continue
             there = parents_argument(same, call, argument)
             if there is not None and ast.dump(there) == ast.dump(argument):
@@ -344,7 +345,7 @@ def arguments(diff):
             check(diff.tree, call, argument, there, text)
             words = " ".join(source.text(call).split())
             what = f"{' '.join(what.split())} in {words}"
-            yield [Mutant(argument.lineno, what, "argument", text)]
+            yield [Mutant(added[0], what, "argument", text)]
 
 
 def calls(node):
