@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import utils
-from proofs import launch, results
 from proofs.hosts import Hosts, why_not
 
 KINDS = ("worker", "agent", "host")

@@ -32,9 +32,13 @@ class Done(NamedTuple):
 
 
 def clean_env(**extra):
-    """The environment without what a launcher has set in it, and with `extra`."""
+    """The environment without what a launcher has set in it, and with `extra`.
+
+    What is None in `extra` is not set.
+    """
     env = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    return env | {key: str(value) for key, value in extra.items()}
+    env |= extra
+    return {key: str(value) for key, value in env.items() if value is not None}
 
 
 def start(command, cwd, **env):
