@@ -31,9 +31,9 @@ bits, every snapshot could be read after every kill, each attempt began where th
 snapshot ended, and no file is left beside it. Needs what proofs/hosts.py needs.
 """
 
-import argparse
 import collections
 import contextlib
+import functools
 import os
 import random
 import re
@@ -46,56 +46,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import utils
+from ladder.cli import Parser, fail
+from proofs.hooks import began
 from proofs.hosts import Hosts, why_not
+from proofs.launch import plant
+from proofs.results import load, same_bits
 
 KINDS = ("worker", "agent", "host")
 MOMENTS = ("training", "saving", "training", "starting")
-CURE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-SAVE_EVERY = 2
+# A restart gets a store of its own: "Starting again" in docs/3_fault_tolerance.md.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+IMPATIENT = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+SAVE_EVERY = 2  # epochs
 STEP_S = 0.02
 SAVE_S = 0.8
-AGAIN_S = 1  # until what was killed is started again
-
-EARLY = "import time\n\nBEGAN = time.time()\nimport functools\n"
-PLANTED = """
-import io, os
-
-STEP_S, SAVE_S = float(os.environ["STEP_S"]), float(os.environ["SAVE_S"])
-
-def note(step):
-    if os.environ["RANK"] == "0":
-        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        log = os.open(os.environ["STEPS"], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.write(log, f"{BEGAN} {time.time()} {step} {restarts}\\n".encode())
-        os.close(log)
-
-note(-1)
-
-class Trainer(Trainer):
-    def _run_epoch(self, epoch):
-        self.step = epoch * len(self.train_data)
-        return super()._run_epoch(epoch)
-    def _run_batch(self, source, targets):
-        time.sleep(STEP_S)
-        loss = super()._run_batch(source, targets)
-        note(self.step)
-        self.step += 1
-        return loss
-
-_save = torch.save
-def save_slowly(snapshot, file):
-    whole = io.BytesIO()
-    _save(snapshot, whole)
-    data = whole.getvalue()
-    if not isinstance(file, io.BytesIO):
-        file.write(data[: len(data) // 2])
-        file.flush()
-        time.sleep(SAVE_S)
-        data = data[len(data) // 2 :]
-    file.write(data)
-torch.save = save_slowly
-"""
+RESTART_S = 1  # from a kill until what was killed is started again
 
 
 class Failed(Exception):
@@ -103,23 +68,17 @@ class Failed(Exception):
 
 
 class Note:
-    """A line of the planted log: rank 0 of the attempt begun at `began` did `step`.
+    """A line of the log: rank 0, whose process began at `began`, did `step` at `when`.
 
     Times are time.time() in seconds. Steps are counted from 0 through all epochs; -1
     stands for the start of the process. restarts: as its torchrun counts them.
+    proofs/hooks/chaos.py writes the lines.
     """
 
     def __init__(self, line):
         began, when, step, restarts = line.split()
         self.began, self.when = float(began), float(when)
         self.step, self.restarts = int(step), int(restarts)
-
-
-def age(pid):
-    """How many seconds ago process `pid` began; OSError if it has ended."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(after_name[19])  # since the machine was started: proc_pid_stat(5)
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Supervised:
@@ -129,98 +88,117 @@ class Supervised:
     """
 
     def __init__(self, hosts, command, snapshot, limit_s, step_s, save_s, env):
-        self.hosts, self.command, self.limit_s = hosts, command, limit_s
+        self.hosts, self.limit_s = hosts, limit_s
         self.snapshot = Path(hosts.folder, snapshot)
-        self.beside = Path(f"{self.snapshot}.tmp")
+        self.unfinished = Path(f"{self.snapshot}.tmp")  # renamed when it is written
         self.log = self.snapshot.with_suffix(".steps")
         self.command = [*command, "--snapshot-path", self.snapshot]
         self.env = env | {"STEP_S": step_s, "SAVE_S": save_s, "STEPS": self.log}
         self.env |= {"OMP_NUM_THREADS": 1}
-        self.notes, self.at = [], 0
-        self.agents, self.again, self.ended = {}, {}, []
-        self.alive = self.began = time.time()
-        for host in hosts:
-            self.agents[host] = host.start(self.command, **self.env)
+        self.notes = []
+        self.log_read = 0  # how many characters of the log are in `notes`
+        self.restart_at = {}  # {host: when its agent is started again}
+        self.failures = []  # of agents that nobody killed: what they printed last
+        self.began = self.last_step = time.time()
+        self.agents = {host: host.start(self.command, **self.env) for host in hosts}
 
-    def look(self):
+    def update(self):
         """One round: read the log, start what has ended, raise if nothing moves."""
-        if self.log.exists():
-            with open(self.log) as file:
-                file.seek(self.at)
-                lines = file.readlines()
-            if lines and not lines[-1].endswith("\n"):
-                lines.pop()
-            self.at += sum(map(len, lines))
-            new = [Note(line) for line in lines]
-            self.notes += new
-            if any(note.step >= 0 for note in new):
-                self.alive = time.time()
+        self._read_log()
         for host, agent in self.agents.items():
-            if host not in self.again and agent.process.poll():
-                self.ended.append(f"{host}: {agent.output[-4000:]}")
-                self.again[host] = time.time() + AGAIN_S
-            if self.again.get(host, time.time() + 1) < time.time():
-                if not host.first:
+            if host not in self.restart_at and agent.process.poll():
+                self.failures.append(f"{host}: {agent.output[-4000:]}")
+                self.restart_at[host] = time.time() + RESTART_S
+            if host in self.restart_at and self.restart_at[host] < time.time():
+                if host.first is None:
                     host.boot()
                 self.agents[host] = host.start(self.command, **self.env)
-                del self.again[host]
-        if time.time() - self.alive > self.limit_s:
-            tries = sum(x.step < 0 and x.when > self.alive for x in self.notes)
-            said = f"no step for {self.limit_s} s, and {tries} attempts in that time"
-            raise Failed(f"{said}\n{self.state()}")
+                del self.restart_at[host]
+        if time.time() - self.last_step > self.limit_s:
+            starts = [note for note in self.notes if note.step < 0]
+            attempts = sum(note.when > self.last_step for note in starts)
+            what = f"no step for {self.limit_s} s, and {attempts} attempts in that time"
+            raise Failed(f"{what}\n{self.state()}")
+
+    def _read_log(self):
+        if not self.log.exists():
+            return
+        with open(self.log) as file:
+            file.seek(self.log_read)
+            lines = file.readlines()
+        if lines and not lines[-1].endswith("\n"):
+            lines.pop()  # it is being written
+        self.log_read += sum(map(len, lines))
+        notes = [Note(line) for line in lines]
+        self.notes += notes
+        if any(note.step >= 0 for note in notes):
+            self.last_step = time.time()
 
     def state(self):
         """What runs on each host and the last that its agent said."""
-        said = []
+        lines = []
         for host, agent in self.agents.items():
             runs = list(host.processes().values()) if host.first else ["it is off"]
-            said += [f"-- {host} runs:", *runs, f"-- {host} said:"]
-            said += agent.output.splitlines()[-20:]
-        return "\n".join(said)
+            lines += [f"-- {host} runs:", *runs, f"-- {host} said:"]
+            lines += agent.output.splitlines()[-20:]
+        return "\n".join(lines)
 
     def wait(self, condition):
-        """Look after the job until `condition()`; return what that returned."""
+        """Supervise the job until `condition()`; return what that returned."""
         while not (result := condition()):
-            self.look()
+            self.update()
             time.sleep(0.005)
         return result
 
     def steps(self, since=0):
         """Notes of the steps of attempts that began after `since`."""
-        return [x for x in self.notes if x.step >= 0 and x.began > since]
+        return [note for note in self.notes if note.step >= 0 and note.began > since]
+
+    def is_writing(self, since):
+        """Whether an attempt that began after `since` is writing a snapshot."""
+        steps = self.steps(since)
+        try:
+            # A file from before the attempt was left by a kill.
+            written = self.unfinished.stat().st_mtime
+            return bool(steps) and written > steps[-1].began
+        except FileNotFoundError:
+            return False
 
     def finished(self):
         """Whether all agents have ended with 0."""
-        return all(x.process.poll() == 0 for x in self.agents.values())
+        return all(agent.process.poll() == 0 for agent in self.agents.values())
 
     def workers(self, since):
         """{rank: (host, process number)} of the training processes begun after that."""
         found = {}
         for host in self.hosts:
             for pid in host.processes() if host.first else ():
-                try:
+                with contextlib.suppress(OSError):  # it has ended
                     environ = Path(f"/proc/{pid}/environ").read_text()
-                    began = age(pid) < time.time() - since
-                except OSError:
-                    continue  # it has ended
-                if began and (rank := re.search(r"\0RANK=(\d+)", environ)):
-                    found[int(rank[1])] = host, pid
+                    rank = re.search(r"\0RANK=(\d+)", environ)
+                    if rank and began(pid) > since:
+                        found[int(rank[1])] = host, pid
         return found
 
     def kill(self, kind, host, pid):
-        """Kill process `pid`, or the agent of `host` with all it started, or `host`."""
+        """Kill worker `pid`, or the agent of `host` with all it started, or `host`.
+
+        ProcessLookupError if that has ended by itself.
+        """
         if kind == "worker":
             os.kill(pid, signal.SIGKILL)
             return
-        self.again[host] = time.time() + AGAIN_S
+        self.restart_at[host] = time.time() + RESTART_S
+        agent = self.agents[host]
         if kind == "host":
             host.kill()
-        elif self.agents[host].process.poll() is None:
-            os.kill(self.agents[host].pid, signal.SIGKILL)
-        for pid in host.processes() if kind == "agent" else ():
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                os.kill(pid, signal.SIGKILL)
-        self.agents[host].process.wait(60)
+        else:
+            if agent.process.poll() is None:
+                os.kill(agent.pid, signal.SIGKILL)
+            for left in host.processes():
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                    os.kill(left, signal.SIGKILL)
+        agent.wait()
 
     def epochs(self):
         """How many epochs the snapshot holds; `Failed` if it cannot be read."""
@@ -245,59 +223,94 @@ def plan(kills, seed, kinds, steps):
     """`kills` of them, in the order of their steps, which are below `steps`."""
     rng = random.Random(seed)
 
-    def shares(of):
-        return rng.sample([of[i % len(of)] for i in range(kills)], kills)
+    def shuffled(choices):
+        """Each of `choices` as often as the others, in a random order."""
+        repeated = [choices[i % len(choices)] for i in range(kills)]
+        return rng.sample(repeated, kills)
 
     at = sorted(rng.randrange(1, steps) for _ in range(kills))
-    planned = zip(shares(kinds), shares(MOMENTS), at, strict=True)
-    return [Kill(*x, rng.random(), rng.random(), rng.random()) for x in planned]
+    planned = zip(shuffled(kinds), shuffled(MOMENTS), at, strict=True)
+    return [
+        Kill(kind, moment, step, rng.random(), rng.random(), rng.random())
+        for kind, moment, step in planned
+    ]
 
 
-def strike(job, kill, last, start_s):
-    """Wait for the moment and do it; return (when, kind, host, what it was doing).
+class Killed(NamedTuple):
+    """A kill that was done."""
 
-    last: when the kill before was; start_s: how many seconds a start takes.
-    """
+    when: float
+    kind: str
+    host: object
+    step: int | None  # the last one before; None while the job was starting
+    writing: bool  # whether a snapshot was being written
 
-    def writing():
-        mine = job.steps(last)  # a file from before they began was left by a kill
-        try:
-            return bool(mine) and job.beside.stat().st_mtime > mine[-1].began
-        except FileNotFoundError:
-            return False
+    def __str__(self):
+        at = "while starting" if self.step is None else f"after step {self.step}"
+        if self.writing:
+            at += ", writing"
+        return f"{self.kind} on {self.host} {at}"
 
-    def due():
-        mine = job.steps(last)
+
+def wait_for_moment(job, kill, since, start_s):
+    """Wait until it is time for `kill`; the arguments are those of `carry_out`."""
+
+    def is_due():
+        steps = job.steps(since)
         if kill.moment == "starting":
-            return mine or time.time() > last + kill.delay * start_s
-        reached = mine and mine[-1].step >= kill.step
-        return reached and (kill.moment == "training" or writing())
-
-    def victim():
-        """(host, process number), of the writer if it is to be hit; false if none."""
-        host = job.hosts[int(kill.host * len(job.hosts))]
-        if kill.moment != "saving" and kill.kind != "worker":
-            return host not in job.again and (host, None)
-        workers = job.workers(last)  # not what is ending since the kill before
+            # At the latest with the first step: the start is over then.
+            return steps or time.time() > since + kill.delay * start_s
+        reached = steps and steps[-1].step >= kill.step
         if kill.moment == "saving":
-            return workers.get(0)
-        there = [workers[x] for x in sorted(workers) if workers[x][0] is host]
-        return there and there[int(kill.worker * len(there))]
+            return reached and job.is_writing(since)
+        return reached
 
-    job.wait(due)
-    if kill.moment != "starting":
-        time.sleep(kill.delay * (STEP_S if kill.moment == "training" else SAVE_S / 2))
+    job.wait(is_due)
+    # A little later, so that a kill can hit any part of a step or of a save.
+    if kill.moment == "training":
+        time.sleep(kill.delay * STEP_S)
+    elif kill.moment == "saving":
+        time.sleep(kill.delay * SAVE_S / 2)
+
+
+def choose_victim(job, kill, since):
+    """(host, process number or None) for `kill`; None while there is no such victim."""
+    host = job.hosts[int(kill.host * len(job.hosts))]
+    if kill.moment != "saving" and kill.kind != "worker":
+        return None if host in job.restart_at else (host, None)
+    workers = job.workers(since)  # not what is ending since the kill before
+    if kill.moment == "saving":
+        return workers.get(0)  # the writer, or what it runs on
+    there = [workers[rank] for rank in sorted(workers) if workers[rank][0] is host]
+    return there[int(kill.worker * len(there))] if there else None
+
+
+def carry_out(job, kill, since, start_s):
+    """Wait for the moment of `kill` and do it: Killed.
+
+    since: when the kill before was; start_s: how many seconds a start takes.
+    """
+    wait_for_moment(job, kill, since, start_s)
     while True:
-        host, pid = job.wait(victim)
-        hit, when = writing(), time.time()
+        host, pid = job.wait(functools.partial(choose_victim, job, kill, since))
+        writing, when = job.is_writing(since), time.time()
         try:
             job.kill(kill.kind, host, pid)
             break
-        except (ProcessLookupError, FileNotFoundError):
-            job.look()  # it ended a moment before
-    mine = job.steps(last)
-    at = f"after step {mine[-1].step}" if mine else "while starting"
-    return when, kill.kind, host, at + ", writing" * hit
+        except ProcessLookupError:
+            job.update()  # it ended a moment before: there will be another
+    steps = job.steps(since)
+    step = steps[-1].step if steps else None
+    return Killed(when, kill.kind, host, step, writing)
+
+
+class Recovery(NamedTuple):
+    """What followed a kill of a `kind`."""
+
+    kind: str
+    seconds: float  # from the kill to the first step after it
+    attempts: int
+    twice: int  # how many steps were done again
 
 
 class Tally:
@@ -305,85 +318,95 @@ class Tally:
 
     def __init__(self, job, steps_per_epoch):
         self.job, self.steps_per_epoch = job, steps_per_epoch
-        self.kills = []  # (when, kind, host, at what)
+        self.kills, self.recoveries = [], []
         self.last = job.began  # or when the last kill was
         self.saved = 0  # epochs, in the snapshot after that kill
         self.waiting = False  # for the first step after that kill
-        self.recoveries = []  # (kind, seconds, attempts, steps done twice)
         self.lost = 0  # steps that were saved and are done again all the same
 
-    def killed(self, when, kind, host, at):
-        self.kills.append((when, kind, host, at))
-        self.last, self.waiting = when, True
-        what = f"kill {len(self.kills)}: {kind} on {host} {at}"
-        print(f"{when - self.job.began:6.1f} s  {what}", flush=True)
+    def killed(self, killed):
+        """Note a kill, and look at the snapshot that it left."""
+        self.kills.append(killed)
+        self.last, self.waiting = killed.when, True
+        self._print(killed.when, f"kill {len(self.kills)}: {killed}")
         self.saved = self.job.epochs()
 
     def recovered(self):
         """Whether there was a step since the last kill; the first is noted."""
-        self.job.look()
+        self.job.update()
         steps = self.job.steps(self.last)
         if not steps or not self.waiting:
             return bool(steps)
-        first, took = steps[0], steps[0].when - self.last
-        before = [x.step for x in self.job.steps() if x.began < self.last]
-        twice = before[-1] + 1 - first.step if before else 0
-        starts = [x.began for x in self.job.notes if x.step < 0]
-        tries = sum(self.last < x <= first.began for x in starts)
-        self.recoveries.append((self.kills[-1][1], took, tries, twice))
         self.waiting = False
-        said = f"goes on at step {first.step} after {took:.1f} s, attempt {tries}"
-        print(f"{first.when - self.job.began:6.1f} s  {said}, {twice} steps done twice")
-        sys.stdout.flush()
-        if not 0 <= twice <= SAVE_EVERY * self.steps_per_epoch:
-            apart = SAVE_EVERY * self.steps_per_epoch
-            raise Failed(f"snapshots are {apart} steps apart, and it did not use one")
+        first, took = steps[0], steps[0].when - self.last
+        before = [note.step for note in self.job.steps() if note.began < self.last]
+        twice = before[-1] + 1 - first.step if before else 0
+        starts = [note.began for note in self.job.notes if note.step < 0]
+        attempts = sum(self.last < start <= first.began for start in starts)
+        self.recoveries.append(Recovery(self.kills[-1].kind, took, attempts, twice))
+        what = f"goes on at step {first.step} after {took:.1f} s, attempt {attempts}"
+        self._print(first.when, f"{what}, {twice} steps done twice")
+        interval = SAVE_EVERY * self.steps_per_epoch
+        if not 0 <= twice <= interval:
+            what = f"snapshots are {interval} steps apart, and it did not use one"
+            raise Failed(what)
         self.lost += max(0, self.saved * self.steps_per_epoch - first.step)
         return True
 
+    def _print(self, when, what):
+        print(f"{when - self.job.began:6.1f} s  {what}", flush=True)
+
     def report(self, start_s):
         """Print it all; start_s: what a start takes in seconds, to compare."""
-
-        def times(kind=""):
-            took = [x[1] for x in self.recoveries if x[0].startswith(kind)]
-            return f"median {statistics.median(took):.1f} s, worst {max(took):.1f} s"
-
-        killed = collections.Counter(kind for _, kind, _, _ in self.kills)
-        writing = sum("writing" in at for *_, at in self.kills)
-        starting = sum("starting" in at for *_, at in self.kills)
-        kinds = ", ".join(f"{killed[kind]} {kind}s" for kind in KINDS if killed[kind])
-        first = sum(x[2] == 1 for x in self.recoveries)
-        twice = [x[3] for x in self.recoveries]
+        counts = collections.Counter(killed.kind for killed in self.kills)
+        kinds = ", ".join(f"{counts[kind]} {kind}s" for kind in KINDS if counts[kind])
         print(f"kills: {len(self.kills)} ({kinds})")
+        writing = sum(killed.writing for killed in self.kills)
+        starting = sum(killed.step is None for killed in self.kills)
         print(
             f"    while a snapshot was written: {writing}; while starting: {starting}"
         )
-        print(f"recoveries: {len(self.recoveries)}, at the first attempt: {first}")
-        print(f"time to recover: {times()}; a start takes {start_s:.1f} s")
+
+        at_once = sum(recovery.attempts == 1 for recovery in self.recoveries)
+        print(f"recoveries: {len(self.recoveries)}, at the first attempt: {at_once}")
+        all_times = self._times(KINDS)
+        print(f"time to recover: {all_times}; a start takes {start_s:.1f} s")
         for kind in KINDS:
-            if any(x[0] == kind for x in self.recoveries):
-                print(f"    {kind}s: {times(kind)}")
-        print(f"agents that ended by themselves with a failure: {len(self.job.ended)}")
+            if any(recovery.kind == kind for recovery in self.recoveries):
+                print(f"    {kind}s: {self._times([kind])}")
+
+        failures = len(self.job.failures)
+        print(f"agents that ended by themselves with a failure: {failures}")
         if len(self.job.hosts) == 1:
             print(f"torchrun's last restart count: {self.job.notes[-1].restarts}")
+        twice = [recovery.twice for recovery in self.recoveries]
         print(f"steps done twice: {sum(twice)} in all, at most {max(twice)} for a kill")
         print(f"steps lost of those that were saved: {self.lost}")
+
+    def _times(self, kinds):
+        recoveries = [x for x in self.recoveries if x.kind in kinds]
+        took = [recovery.seconds for recovery in recoveries]
+        return f"median {statistics.median(took):.1f} s, worst {max(took):.1f} s"
 
 
 def train(hosts, script, kills, seed, nprocs, kinds, env, limit_s):
     """Do it all and print it; raise `Failed` at the first thing that is wrong."""
     epochs = SAVE_EVERY * (kills + 3)
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    many = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-conf", QUICK]
-    torchrun += [f"--nnodes={len(hosts)}", *many] if hosts[1:] else ["--standalone"]
-    torchrun += [f"--nproc-per-node={nprocs}", f"--max-restarts={10 * kills}"]
-    command = [*torchrun, script, epochs, SAVE_EVERY]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    if len(hosts) == 1:
+        command += ["--standalone"]
+    else:
+        command += [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
+        command += ["--rdzv-endpoint=node0:29500", "--rdzv-conf", IMPATIENT]
+    command += [f"--nproc-per-node={nprocs}", f"--max-restarts={10 * kills}"]
+    command += [script, epochs, SAVE_EVERY]
 
+    # What the weights shall be, how many steps there are, and how long a start takes.
     alone = Supervised(hosts, command, "undisturbed.pt", limit_s, 0, 0, env)
-    alone.wait(lambda: alone.finished() or alone.ended)
-    if alone.ended:
+    alone.wait(lambda: alone.finished() or alone.failures)
+    if alone.failures:
         raise Failed(f"left alone, it does not train\n{alone.state()}")
-    alone.look()
+    alone.update()
     steps, start_s = len(alone.steps()), alone.steps()[0].when - alone.began
     every = f"a snapshot every {steps // epochs * SAVE_EVERY} steps"
     print(f"{len(hosts)} x {nprocs} processes, {steps} steps, {every}")
@@ -394,26 +417,32 @@ def train(hosts, script, kills, seed, nprocs, kinds, env, limit_s):
     for kill in plan(kills, seed, kinds, kills * SAVE_EVERY * steps // epochs):
         if kill.moment != "starting":
             job.wait(tally.recovered)
-        done = strike(job, kill, tally.last, start_s)
-        tally.recovered()
-        tally.killed(*done)
+        killed = carry_out(job, kill, tally.last, start_s)
+        tally.recovered()  # there may have been a step before this kill
+        tally.killed(killed)
     job.wait(tally.recovered)
     job.wait(job.finished)
-    job.look()
+    job.update()
     tally.report(start_s)
+    check(alone, job, tally, steps)
+    restarts = job.notes[-1].restarts
+    must_cost_one = kinds == ["worker"] and len(hosts) == 1 and env[OWN_STORE] == "1"
+    if must_cost_one and restarts != kills:
+        failures = "\n".join(job.failures)
+        raise Failed(f"{kills} kills of a worker cost {restarts} restarts\n{failures}")
+
+
+def check(alone, job, tally, steps):
+    """Print what the two runs left, and raise `Failed` if anything was lost."""
     if tally.lost:
         raise Failed("what was saved must not be done again")
-    restarts = job.notes[-1].restarts
-    if kinds == ["worker"] and not hosts[1:] and env[CURE] == "1" and restarts != kills:
-        ended = "\n".join(job.ended)
-        raise Failed(f"{kills} kills of a worker cost {restarts} restarts\n{ended}")
-    if {x.step for x in job.steps()} != set(range(steps)):
+    if {note.step for note in job.steps()} != set(range(steps)):
         raise Failed("steps were left out")
-    left = sorted(x.name for x in job.snapshot.parent.glob("*.pt.*"))
+    left = sorted(path.name for path in job.snapshot.parent.glob("*.pt.*"))
     print(f"left beside the snapshot: {', '.join(left) or 'nothing'}")
     if left:
         raise Failed("the last save should have used it up")
-    same = rungs.same_bits(*(rungs.load(x.snapshot) for x in (alone, job)))
+    same = same_bits(load(alone.snapshot), load(job.snapshot))
     print(f"final weights and optimizer state: {'the same bits' if same else 'OTHERS'}")
     if not same:
         raise Failed("killed and left alone, the runs ended with different weights")
@@ -421,13 +450,11 @@ def train(hosts, script, kills, seed, nprocs, kinds, env, limit_s):
 
 def main(count, defaults, **how):
     """Train on `count` hosts; return the exit status."""
-    env = {CURE: "0" if defaults else "1"}
+    env = {OWN_STORE: "0" if defaults else "1"}
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        change = ("timedelta(minutes=5)", "timedelta(seconds=20)")
-        early = ("import functools\n", EARLY)
-        script = rungs.plant(
-            "multinode.py", Path(folder), change, early, before_main=PLANTED
-        )
+        timeout = ("timedelta(minutes=5)", "timedelta(seconds=20)")
+        hooks = ["slow_steps", "chaos"]
+        script = plant("multinode.py", Path(folder), timeout, hooks=hooks)
         with Hosts(count, folder) as hosts:
             try:
                 train(hosts, script, env=env, **how)
@@ -438,17 +465,14 @@ def main(count, defaults, **how):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = utils.fail
+    parser = Parser(__doc__)
     number = utils.positive_int
     parser.add_argument("--kills", type=number, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=number, default=2, dest="count")
     parser.add_argument("--nproc-per-node", type=number, default=1, dest="nprocs")
     parser.add_argument("--only", choices=KINDS, help="kill nothing else")
-    parser.add_argument("--defaults", action="store_true", help="without the cure")
+    parser.add_argument("--defaults", action="store_true", help="with the shared store")
     parser.add_argument(
         "--limit-s", type=number, default=180, help="no step for so long is a hang"
     )
@@ -456,5 +480,5 @@ if __name__ == "__main__":
     only = args.pop("only")
     reason = why_not()
     if reason:
-        utils.fail(f"no hosts on this machine: {reason}")
+        fail(f"no hosts on this machine: {reason}")
     sys.exit(main(kinds=[only] if only else KINDS, **args))

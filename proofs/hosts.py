@@ -24,8 +24,8 @@ live as long as the process that made them, however that ends, and leave nothing
 but what the command has written.
 """
 
-import argparse
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -36,28 +36,29 @@ import threading
 import time
 from pathlib import Path
 
-from proofs.processes import clean_env
+from ladder.cli import Parser, fail
+from proofs import processes
+from proofs.processes import TIMEOUT_S, TimedOut, clean_env
 
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
-# The names of all, in a file that only this host has, and that goes with it.
-NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
-HOLD = "echo; read _"  # a namespace lives until the pipe to its first process closes
+# A shell command that gives a host an /etc/hosts of its own, with the lines in $0. The
+# file is in the host's memory, so that it goes with the host.
+SET_NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
+# The first process of each set of namespaces says that they are made, and waits for the
+# end of its stdin. The kernel closes that pipe however the process that made them ends.
+HOLD = "echo; read _"
 
 
 def why_not():
     """Why there can be no hosts on this machine, in one line; None if there can be."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
-    missing = [x for x in TOOLS if not shutil.which(x, path=search_path())]
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=search_path())]
     if missing:
         return f"there is no {' and no '.join(missing)}: install iproute2"
-    tried = subprocess.run(
-        [*_unshare(), "--net", "true"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+    command = [*_unshare(), "--net", "true"]
+    tried = processes.run(command, None, PATH=search_path())
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -78,15 +79,15 @@ class Job:
     """A command that runs, with every line that it prints and when it came.
 
     lines: list of (time.monotonic() in seconds, line without its end), from stdout and
-    stderr together. `pid` is the command's own process, as seen from here.
+    stderr together. on_line: a function that is called with each line.
     """
 
-    def __init__(self, command, echo=None, **popen):
+    def __init__(self, command, on_line=None, stdin=subprocess.DEVNULL, **popen):
         self.lines = []
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [str(x) for x in command],
-            stdin=subprocess.DEVNULL,
+            [str(word) for word in command],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -94,59 +95,86 @@ class Job:
             start_new_session=True,
             **popen,
         )
-        self.thread = threading.Thread(target=self._read, args=(echo,), daemon=True)
-        self.thread.start()
+        self.all_read = False  # whether nobody is left who could print
+        self.news = threading.Condition()  # a line came, or all is read
+        threading.Thread(target=self._read, args=(on_line,), daemon=True).start()
 
-    def _read(self, echo):
+    def _read(self, on_line):
         for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-            if echo:
-                echo(line.rstrip("\n"))
+            line = line.rstrip("\n")
+            with self.news:
+                self.lines.append((time.monotonic(), line))
+                self.news.notify_all()
+            if on_line:
+                on_line(line)
+        with self.news:
+            self.all_read = True
+            self.news.notify_all()
 
     @property
     def pid(self):
-        """nsenter's child is the command; its number here, whatever it is in there."""
-        return child_of(self.process.pid)
+        """The command's own process, which is nsenter's child, as seen from here."""
+        return child_of(self.process)
 
     @property
     def output(self):
         return "\n".join(line for _, line in list(self.lines))
 
-    def wait(self, timeout):
-        """The exit status, once all output is read; AssertionError if it hangs."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"hung for {timeout} s:\n{self.output}") from None
-        self.thread.join(10)
+    def wait(self, timeout=TIMEOUT_S):
+        """The exit status, once all output is read; TimedOut if that takes longer."""
+        deadline = time.monotonic() + timeout
+        with self.news:
+            self.news.wait_for(lambda: self.all_read, timeout)
+        # Either can come first: it closes its output and runs on, or it ends and leaves
+        # processes behind that could still print.
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(max(0.1, deadline - time.monotonic()))
+        if status is None or not self.all_read:
+            raise TimedOut(f"no end within {timeout} s:\n{self.output}")
         return status
 
-    def wait_for(self, pattern, timeout, since=0):
-        """(time, match) of the first line since `since` in which `pattern` is found."""
-        deadline, at = time.monotonic() + timeout, 0
+    def wait_for(self, pattern, timeout=TIMEOUT_S, since=0):
+        """(time, match) of the first line since `since` in which `pattern` is found.
+
+        AssertionError if it ends without such a line, TimedOut if that takes too long.
+        """
+        deadline, seen = time.monotonic() + timeout, 0
         while True:
-            ended = self.process.poll() is not None and not self.thread.is_alive()
-            while at < len(self.lines):
-                when, line = self.lines[at]
-                at += 1
+            with self.news:
+                # Both at one moment: no line can come after `all_read`.
+                new, all_read = self.lines[seen:], self.all_read
+                if not new and not all_read:
+                    in_time = self.news.wait(max(0, deadline - time.monotonic()))
+                    if not in_time:
+                        what = f"no {pattern!r} within {timeout} s"
+                        raise TimedOut(f"{what}:\n{self.output}")
+                    continue
+            seen += len(new)
+            for when, line in new:
                 match = re.search(pattern, line)
                 if match and when >= since:
                     return when, match
-            if ended or time.monotonic() > deadline:
-                what = "it ended" if ended else f"not within {timeout} s"
-                raise AssertionError(f"no {pattern!r}, {what}:\n{self.output}")
-            time.sleep(0.01)
+            if all_read:
+                raise AssertionError(f"it ended without {pattern!r}:\n{self.output}")
 
 
-def child_of(pid, patience_s=5):
-    """The process number of the only child of process `pid`, once there is one."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
+def child_of(process):
+    """The process number of the only child of `process`, a Popen, once there is one.
+
+    ProcessLookupError if `process` ends without one.
+    """
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + TIMEOUT_S
+    while process.poll() is None:
+        # It may have ended since, and be a zombie: that has no children either.
+        found = children.read_text().split()
+        if found:
+            return int(found[0])
+        if time.monotonic() > deadline:
+            raise TimedOut(f"process {process.pid} has no child after {TIMEOUT_S} s")
         time.sleep(0.005)
-    raise ProcessLookupError(f"process {pid} has no child")
+    raise ProcessLookupError(f"process {process.pid} has ended")
 
 
 class Host:
@@ -158,8 +186,8 @@ class Host:
         self.name = f"node{number}"
         self.address = f"{SUBNET}.{number + 1}"
         self.link = f"veth{number}"  # the bridge's end of its cable
-        self.folder = hosts.disk(self.name)
-        self.first = None
+        self.folder = hosts.folder_of(self.name)
+        self.first = None  # the first process of its namespaces; None while it is off
 
     def __repr__(self):
         return self.name
@@ -169,11 +197,11 @@ class Host:
         assert self.first is None, f"{self.name} runs already"
         spaces = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork"]
         first = ["unshare", *spaces, "--mount-proc", "--kill-child", "sh", "-c", HOLD]
-        self.first = self.hosts.hold(self.hosts.inside([]) + first)
-        self.pid = child_of(self.first.pid)
+        self.first = start_first(self.hosts.inside(first))
+        self.pid = child_of(self.first)
         self.run("hostname", self.name)
         self.run("mount", "-t", "tmpfs", "-o", "size=50%", "tmpfs", "/dev/shm")
-        self.run("sh", "-ec", NAMES, self.hosts.names)
+        self.run("sh", "-ec", SET_NAMES, self.hosts.names)
         self.run("ip", "link", "set", "lo", "up")
         inside = f"/proc/{self.pid}/ns/net"
         # Its own card, as a real machine's: neighbours remember it, and would look for
@@ -187,6 +215,7 @@ class Host:
         return self
 
     def inside(self, command):
+        """`command`, to be run on this host in its folder: a list of words."""
         enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount"]
         enter += ["--ipc", "--pid"]
         if os.geteuid() != 0:
@@ -197,20 +226,18 @@ class Host:
         """Run a short command on it and insist that it ends well; return its stdout."""
         return _run(self.inside(command))
 
-    def start(self, command, echo=None, **env):
+    def start(self, command, on_line=None, **env):
         """Start a long one in its folder: a Job."""
-        return Job(self.inside(command), echo, env=environment(**env))
+        return Job(self.inside(command), on_line, env=environment(**env))
 
     def processes(self):
         """{pid as seen from here: command line} of all that runs on it."""
-        space, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
+        namespace, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
         for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.readlink(path / "ns/pid") == space:
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(path / "ns/pid") == namespace:
                     line = (path / "cmdline").read_bytes().replace(b"\0", b" ")
                     found[int(path.name)] = line.decode(errors="replace").strip()
-            except OSError:
-                pass  # it has ended
         found.pop(self.pid, None)
         return found
 
@@ -220,7 +247,9 @@ class Host:
         os.kill(self.pid, signal.SIGKILL)
         self.first.wait()
         self.first = None
-        with contextlib.suppress(OSError):  # else the kernel does so, somewhat later
+        # The kernel takes the link away with the namespace, but somewhat later, and the
+        # name must be free when the host is turned on again.
+        with contextlib.suppress(OSError):
             self.hosts.run("ip", "link", "del", self.link)
 
     def unplug(self):
@@ -230,9 +259,11 @@ class Host:
         self.kill()
 
     def cut(self):
+        """Take its link down: nothing comes in or goes out, and nobody is told."""
         self.hosts.run("ip", "link", "set", self.link, "down")
 
     def mend(self):
+        """Bring its link up again, at full speed."""
         self.hosts.run("ip", "link", "set", self.link, "up")
         self.hosts.run("tc", "qdisc", "replace", "dev", self.link, "root", "pfifo")
         self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo")
@@ -252,39 +283,31 @@ class Hosts(list):
 
     def __init__(self, count, folder, own_disks=False):
         self.folder, self.own_disks = Path(folder).resolve(), own_disks
-        self.switch = self.hold([*_unshare(), "--net", "sh", "-c", HOLD])
+        self.switch = start_first([*_unshare(), "--net", "sh", "-c", HOLD])
         try:
             self.run("ip", "link", "add", "switch", "type", "bridge")
             self.run("ip", "link", "set", "switch", "up")
-            super().__init__(Host(self, i) for i in range(count))
-            lines = ["127.0.0.1 localhost", *(f"{x.address} {x.name}" for x in self)]
-            self.names = "\n".join(lines)
+            super().__init__(Host(self, number) for number in range(count))
+            lines = [f"{host.address} {host.name}" for host in self]
+            self.names = "\n".join(["127.0.0.1 localhost", *lines])
             for host in self:
                 host.boot()
         except BaseException:
             self.close()
             raise
 
-    def disk(self, name):
+    def folder_of(self, name):
+        """Where the host of that name runs; the folder is made."""
         folder = self.folder / name if self.own_disks else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def hold(self, command):
-        """Start the first process of new namespaces and wait until they are made."""
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        first = subprocess.Popen(command, **pipes, env=environment())
-        if not first.stdout.readline():
-            raise OSError(
-                f"{' '.join(command)}: {first.stderr.read().decode().strip()}"
-            )
-        return first
-
     def inside(self, command):
+        """`command`, to be run in the network namespace of the switch."""
         enter = ["nsenter", "--target", str(self.switch.pid), "--net"]
         if os.geteuid() != 0:
             enter += ["--user", "--preserve-credentials"]
-        return [*enter, "--", *command] if command else [*enter, "--"]
+        return [*enter, "--", *command]
 
     def run(self, *command):
         """Run a short command on the switch."""
@@ -305,81 +328,127 @@ class Hosts(list):
         self.close()
 
 
+def start_first(command):
+    """Start the first process of new namespaces, which runs HOLD, and wait for them."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    first = subprocess.Popen(command, **pipes, env=environment())
+    if not first.stdout.readline():
+        error = first.stderr.read().decode().strip()
+        raise OSError(f"{' '.join(command)}: {error}")
+    return first
+
+
 def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    done = processes.run(command, None, PATH=search_path())
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
-def tell(line):
+def print_line(line):
     """Print it in one piece: threads do, and `print` writes the newline by itself."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def main(count, command, own_disks=None, when=()):
-    """Run `command` on `count` hosts and do what is typed; return the exit status.
+class Session:
+    """A command that runs on all `hosts`, and the actions that happen to them.
 
-    when: pairs (text, deed), done once each, when the first line with `text` comes.
+    when: pairs (text, action). Each action is run once, when the first line with its
+    text comes.
     """
-    waiting = list(when)
-    with Hosts(count, own_disks or ".", bool(own_disks)) as hosts:
-        named, jobs = {host.name: host for host in hosts}, {}
 
-        def start(host):
-            def echo(line):
-                tell(f"{host.name}: {line}")
-                for pair in [x for x in waiting if x[0] in line]:
-                    waiting.remove(pair)
-                    threading.Thread(target=obey, args=pair[1:], daemon=True).start()
-
-            jobs[host] = host.start(command, echo)
-
-        def end(host, how):
-            jobs.pop(host, None)
-            how(host)
-
-        deeds = {"kill": lambda host: end(host, Host.kill)}
-        deeds["unplug"] = lambda host: end(host, Host.unplug)
-        deeds["start"] = lambda host: start(host if host.first else host.boot())
-        deeds |= {"cut": Host.cut, "mend": Host.mend, "slow": Host.slow}
-
-        def obey(line):
-            if not line.strip():
-                return
-            tell(f"-- {line.strip()}")
-            try:
-                deed, name, *rest = line.split()
-                deeds[deed](named[name], *rest)
-            except (KeyError, TypeError, ValueError, AssertionError, OSError) as error:
-                known = f"{', '.join(deeds)}; {', '.join(named)}"
-                tell(f"-- not done: {error!r} (there are {known})")
-
+    def __init__(self, hosts, command, when=()):
+        self.hosts = {host.name: host for host in hosts}
+        self.command = command
+        self.pending = list(when)
+        self.jobs = {}  # of the hosts that are on
+        self.lock = threading.RLock()  # held while an action is run
+        self.actions = {
+            "kill": self._kill,
+            "unplug": self._unplug,
+            "start": self._start,
+            "cut": Host.cut,
+            "mend": Host.mend,
+            "slow": Host.slow,
+        }
         for host in hosts:
-            start(host)
-        typed = threading.Thread(target=lambda: [*map(obey, sys.stdin)], daemon=True)
-        typed.start()
+            self._start(host)
+
+    def _start(self, host):
+        if host.first is None:
+            host.boot()
+        on_line = functools.partial(self._on_line, host)
+        self.jobs[host] = host.start(self.command, on_line)
+
+    def _kill(self, host):
+        self.jobs.pop(host, None)  # only hosts that still stand count in the end
+        host.kill()
+
+    def _unplug(self, host):
+        self.jobs.pop(host, None)
+        host.unplug()
+
+    def _on_line(self, host, line):
+        """Print it, and start what waits for it; called by the thread that reads."""
+        print_line(f"{host.name}: {line}")
+        for pair in self.pending:
+            if pair[0] in line:
+                # Not in this thread: the action may wait for the end of its host.
+                target = functools.partial(self._run_pending, pair)
+                threading.Thread(target=target, daemon=True).start()
+
+    def _run_pending(self, pair):
+        with self.lock:
+            if pair in self.pending:  # else another host printed such a line as well
+                self.pending = [other for other in self.pending if other is not pair]
+                self.run_action(pair[1])
+
+    def run_action(self, line):
+        """Do what `line` says, such as `kill node1`, and print it, or why not."""
+        if not line.strip():
+            return
+        with self.lock:
+            print_line(f"-- {line.strip()}")
+            try:
+                action, name, *rest = line.split()
+                self.actions[action](self.hosts[name], *rest)
+            except (KeyError, TypeError, ValueError, AssertionError, OSError) as error:
+                known = f"{', '.join(self.actions)}; {', '.join(self.hosts)}"
+                print_line(f"-- not done: {error!r} (there are {known})")
+
+    def run_typed(self):
+        """Run the actions that are typed, to the end of stdin."""
+        for line in sys.stdin:
+            self.run_action(line)
+
+    def wait(self):
+        """The exit status: 0 if the command ended with 0 on every host that is on."""
         try:
-            while any(job.process.poll() is None for job in list(jobs.values())):
+            while self._is_running():
                 time.sleep(0.05)
         except KeyboardInterrupt:
-            for job in jobs.values():
+            for job in self.jobs.values():
                 if job.process.poll() is None:
                     os.kill(job.pid, signal.SIGINT)
-        return int(any(job.wait(60) != 0 for job in jobs.values()) or not jobs)
+        statuses = [job.wait() for job in self.jobs.values()]
+        return 0 if statuses and not any(statuses) else 1
+
+    def _is_running(self):
+        with self.lock:  # not while a host is killed or turned on
+            return any(job.process.poll() is None for job in self.jobs.values())
 
 
-def fail(message):
-    print(f"proofs.hosts: error: {message}", file=sys.stderr)
-    sys.exit(2)
+def main(count, command, own_disks=None, when=()):
+    """Run `command` on `count` hosts and do what is typed; return the exit status."""
+    with Hosts(count, own_disks or ".", bool(own_disks)) as hosts:
+        session = Session(hosts, command, when)
+        threading.Thread(target=session.run_typed, daemon=True).start()
+        return session.wait()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = fail
+    parser = Parser(__doc__)
     parser.add_argument("count", type=int, help="how many hosts")
     parser.add_argument("--own-disks", metavar="DIR", help="run each host in DIR/NAME")
     parser.add_argument(
@@ -387,8 +456,8 @@ if __name__ == "__main__":
         nargs=2,
         action="append",
         default=[],
-        metavar=("TEXT", "DEED"),
-        help="do DEED, such as 'kill node1', once a line with TEXT is printed",
+        metavar=("TEXT", "ACTION"),
+        help="do ACTION, such as 'kill node1', once a line with TEXT is printed",
     )
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()

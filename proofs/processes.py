@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 1 to 10 s
+TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
 
 # What a launcher or a user may have set, and what would be taken for it.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -87,4 +87,17 @@ def left_over(mark, patience_s=20):
     deadline = time.monotonic() + patience_s
     while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return found
+
+
+def descendants(pid):
+    """The processes that come from process `pid`, as far as their parents still run."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            after_name = path.read_text().rpartition(")")[2].split()
+            children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
     return found

@@ -4,8 +4,8 @@
 
 starts slurmctld on the host node0 and a slurmd on node1 and on node2, and opens a shell
 on node0, as on a login node: sinfo, sbatch, squeue and scancel work there as on any
-cluster. `exit`, and all of it is gone. With a command after --, that runs in place of
-the shell, and its exit status is this one's:
+cluster. `exit`, and all of it is gone. A command after -- runs instead of the shell,
+and its exit status is this one's:
 
     python -m proofs.slurm_cluster 2 -- sbatch --wait slurm/multinode.sbatch 50 10
 
@@ -18,7 +18,6 @@ own Slurm and munge, if it has any, are neither used nor touched: each host has 
 and an /etc/slurm of its own, in memory. All ends with the process that made it.
 """
 
-import argparse
 import os
 import re
 import secrets
@@ -27,10 +26,13 @@ import subprocess
 import sys
 import time
 
-from tests import hosts
+import utils
+from ladder.cli import Parser, fail
+from proofs import hosts
+from proofs.processes import TIMEOUT_S, TimedOut
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
-CONF = {
+CONF = {  # for slurm.conf
     "ClusterName": "little",
     "SlurmctldHost": "node0",
     "SlurmUser": "root",
@@ -55,6 +57,8 @@ QUICK = {  # and what Slurm has by default
     "AuthInfo": "cred_expire=5",  # 120 s: as long a requeued job waits, at the least
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1",  # 3 s, 60 s
 }
+# What each host needs before its daemons start: $1 is munge's key, $2 the slurm.conf,
+# $3 the number of GPUs. /run and /etc/slurm are in the host's own memory.
 SETUP = """
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /etc/slurm
@@ -73,7 +77,8 @@ munged --force --key-file=$PWD/key --seed-file=$PWD/seed --log-file=$PWD/log \
 
 def why_not():
     """Why there can be no Slurm on this machine, in one line; None if there can be."""
-    missing = [x for x in TOOLS if not shutil.which(x, path=hosts.search_path())]
+    path = hosts.search_path()
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=path)]
     if missing:
         return f"there is no {missing[0]}: install slurm-wlm and munge"
     if os.geteuid() != 0:
@@ -104,7 +109,7 @@ class Slurm:
             self.login.run("slurmctld", "-i")
             for node in self.nodes:
                 node.run("slurmd", "-N", node.name)
-            self.wait_until(lambda: self.states() == {"idle"}, 60, "no node is idle")
+            self.wait_until(lambda: self.states() == {"idle"}, "not all nodes are idle")
         except BaseException:
             self.close()
             raise
@@ -121,25 +126,32 @@ class Slurm:
         text = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait_until(self, happens, timeout, what):
-        """Wait for `happens()` to be true and return that; AssertionError if not."""
+    def wait_until(self, condition, problem, timeout=TIMEOUT_S):
+        """Wait for `condition()` to be true, and return what it returned.
+
+        TimedOut if that takes too long; problem: what is wrong then.
+        """
         deadline = time.monotonic() + timeout
         while True:
-            failed = ""
+            last_error = ""
             try:
-                if it := happens():
-                    return it
+                if result := condition():
+                    return result
             except OSError as error:  # a daemon that is busy may not answer
-                failed = f" ({error})"
+                last_error = f" ({error})"
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what} after {timeout} s{failed}:\n{self.log()}")
-            time.sleep(0.25)
+                said = f"{problem} after {timeout} s{last_error}"
+                raise TimedOut(f"{said}:\n{self.log()}")
+            time.sleep(0.25)  # each look is a process
 
     def log(self):
         """The last that each daemon wrote."""
-        up = [host for host in self.hosts if host.first]
-        logs = [host.run("tail", "-n30", "/run/slurm/log") for host in up]
-        return "\n".join(f"{x}:\n{log}" for x, log in zip(up, logs, strict=True))
+        logs = [
+            f"{host}:\n{host.run('tail', '-n30', '/run/slurm/log')}"
+            for host in self.hosts
+            if host.first
+        ]
+        return "\n".join(logs)
 
     def close(self):
         self.hosts.close()
@@ -161,17 +173,12 @@ def main(count, gpus, command):
 
 
 if __name__ == "__main__":
-    import utils
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = utils.fail
+    parser = Parser(__doc__)
     parser.add_argument("count", type=utils.positive_int, help="nodes to compute on")
     parser.add_argument("--gpus", type=utils.positive_int, default=0, help="per node")
     parser.add_argument("command", nargs="*", help="after --: what to run in it")
     args = parser.parse_args()
     reason = why_not()
     if reason:
-        utils.fail(f"no Slurm on this machine: {reason}")
+        fail(f"no Slurm on this machine: {reason}")
     sys.exit(main(args.count, args.gpus, args.command))

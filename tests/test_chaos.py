@@ -1,32 +1,31 @@
 """The tool that kills at random: a short run of it, and what it says to bad input."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from ladder.rungs import ROOT
+from proofs import processes
 from proofs.hosts import why_not
 from proofs.processes import TIMEOUT_S
-
-COMMAND = [sys.executable, "-W", "ignore", "-m", "proofs.chaos"]
-
-
-def chaos(*args, timeout=TIMEOUT_S):
-    return subprocess.run(
-        [*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
-
+from proofs.warm import Fork
 
 on_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
+def chaos(*args):
+    command = [sys.executable, "-W", "ignore", "-m", "proofs.chaos", *args]
+    # It ends by itself if nothing moves for three minutes.
+    return processes.finish(processes.start(command, ROOT), 15 * TIMEOUT_S)
+
+
+@pytest.mark.waits
 @on_hosts
 def test_twenty_kills_of_a_worker_cost_twenty_restarts():
     """Also while it starts or saves; each ends in the next attempt, and none hangs."""
     args = "--kills", "20", "--only", "worker", "--hosts", "1", "--nproc-per-node", "2"
-    done = chaos(*args, timeout=5 * TIMEOUT_S)
+    done = chaos(*args)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torchrun's last restart count: 20\n" in done.stdout
     found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", done.stdout)
@@ -34,10 +33,11 @@ def test_twenty_kills_of_a_worker_cost_twenty_restarts():
     assert "final weights and optimizer state: the same bits" in done.stdout
 
 
+@pytest.mark.waits
 @on_hosts
 def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
     """The agent is killed while its worker writes a snapshot."""
-    done = chaos("--kills", "3", "--seed", "7", timeout=5 * TIMEOUT_S)
+    done = chaos("--kills", "3", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in done.stdout
     assert re.search(r"while a snapshot was written: [1-3];", done.stdout)
@@ -50,7 +50,7 @@ def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
 
 @pytest.mark.parametrize("args", [("--kills", "0"), ("--only", "everybody")])
 def test_bad_input_is_one_line(args):
-    done = chaos(*args)
+    done = Fork(["python", "-m", "proofs.chaos", *args], ROOT).finish()
     assert done.returncode == 2
     assert not done.stdout
     (line,) = done.stderr.splitlines()

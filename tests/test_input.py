@@ -126,7 +126,7 @@ def test_more_processes_than_samples(tmp_path):
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_more_processes_than_accelerators(name, tmp_path):
     """The count is planted: this is tested where there is no accelerator, too."""
-    script = plant(name, tmp_path / "copy", hooks=["one_accelerator"])
+    script = plant(name, tmp_path / "copy", hooks=["one_accelerator", "no_patience"])
     args = () if name in UNDER_TORCHRUN else ("--nprocs", 2)
     line = refused(name, tmp_path, 5, 1, *args, script=script)
     assert line == "2 processes here need 2 accelerators: there is 1"
@@ -154,10 +154,13 @@ def test_multinode_without_torchrun_says_what_to_type(tmp_path):
 
 @pytest.mark.parametrize("name", list(TORCHRUN)[:3] + list(TORCHRUN)[4:])
 def test_half_set_torchrun_variables(name, tmp_path):
-    line = refused("multinode.py", tmp_path, 5, 1, **{name: None})
+    script = plant("multinode.py", tmp_path / "copy", hooks=["no_patience"])
+    env = {name: None}
+    line = refused("multinode.py", tmp_path, 5, 1, script=script, **env)
     assert line.startswith(f"not set: {name}. torchrun sets them all: ")
     if not name.startswith("MASTER"):
-        line = refused("multinode.py", tmp_path, 5, 1, **{name: "one"})
+        env = {name: "one"}
+        line = refused("multinode.py", tmp_path, 5, 1, script=script, **env)
         assert "is not a number" in line
 
 

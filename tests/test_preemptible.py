@@ -15,6 +15,8 @@ from proofs.warm import Fork
 
 NAME = "variants/preemptible.py"
 IMPATIENT = ROOT / "tests" / "faults" / "impatient_torchrun.py"
+START = "starting with epoch 1: no epoch is finished in "
+TRAINED = "samples of the next epoch are trained already\n"
 ENDS = "torchrun's signals, report and status are the claim"  # so no fork
 
 
@@ -88,8 +90,8 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert position(tmp_path / "snapshot.pt") == (2, 1024)
     path = tmp_path / "snapshot.pt"
     done, _ = ranks(ROOT / NAME, 5, 2, "--snapshot-path", path, cwd=tmp_path)
-    line = f"resuming from {path}: 2 of 5 epochs are finished and 1024 samples of the"
-    assert f"{line} next\n" in done.stdout
+    assert f"resuming from {path}: 2 of 5 epochs are finished\n" in done.stdout
+    assert "\n1024 samples of the next epoch are trained already\n" in done.stdout
     assert re.findall(r"epoch (\d)/5", done.stdout) == ["3", "4", "5"]
     assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
 
@@ -120,11 +122,11 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(script, preempt, tmp_path):
     undisturbed = ranks(script, *args, whole / "snapshot.pt", cwd=whole, P=0.1)
     assert [x.returncode for x in undisturbed] == [0, 0]
     stops = [
-        ("0 320 1", (0, 384), "starting from scratch"),
-        ("0 384 0", (0, 448), "0 of 5 epochs are finished and 384 samples of the next"),
-        ("2 1984 1", (3, 0), "0 of 5 epochs are finished and 448 samples of the next"),
-        ("3 2048 0", (4, 0), "3 of 5 epochs are finished\n"),
-        ("4 960 1", (4, 1024), "4 of 5 epochs are finished\n"),
+        ("0 320 1", (0, 384), f"{START}{path}\n0 {TRAINED}"),
+        ("0 384 0", (0, 448), f"{START}{path}\n384 {TRAINED}"),
+        ("2 1984 1", (3, 0), f"{START}{path}\n448 {TRAINED}"),
+        ("3 2048 0", (4, 0), f"3 of 5 epochs are finished\n0 {TRAINED}"),
+        ("4 960 1", (4, 1024), f"4 of 5 epochs are finished\n0 {TRAINED}"),
     ]
     outputs = []
     for told, expect, line in stops:
@@ -200,8 +202,8 @@ def snapshot_of(runs, epochs_run, samples_run):
 
 
 NEWEST = [
-    ((2, None), (2, 1024), "2 of 4 epochs are finished and 1024 samples of the next\n"),
-    ((2, 1984), (3, None), "3 of 4 epochs are finished\n"),
+    ((2, None), (2, 1024), f"2 of 4 epochs are finished\n1024 {TRAINED}"),
+    ((2, 1984), (3, None), f"3 of 4 epochs are finished\n0 {TRAINED}"),
 ]
 
 
@@ -223,7 +225,7 @@ def test_the_newest_snapshot_is_told_by_its_samples_too(
 @pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])
 def test_other_rungs_repeat_the_interrupted_epoch(runs, tmp_path, name):
     """They take what is finished: nothing, if the first epoch was interrupted."""
-    lines = {0: "starting from scratch", 2: "2 of 5 epochs are finished\n"}
+    lines = {0: START, 2: "2 of 5 epochs are finished\n"}
     for epochs_run, line in lines.items():
         path = tmp_path / f"{epochs_run}.pt"
         torch.save(snapshot_of(runs, epochs_run, 1024), path)

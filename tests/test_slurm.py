@@ -2,50 +2,29 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from ladder.files import replace_once
 from ladder.rungs import ROOT
+from proofs import slurm_cluster
 from proofs.launch import plant
-from proofs.processes import TIMEOUT_S
+from proofs.processes import TimedOut
 from proofs.results import load, same_bits
-from tests import slurm_cluster
 
-pytestmark = pytest.mark.skipif(
-    bool(slurm_cluster.why_not()), reason=f"no Slurm: {slurm_cluster.why_not()}"
-)
+reason = slurm_cluster.why_not()
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(reason is not None, reason=f"no Slurm: {reason}"),
+]
 SCRIPT = "slurm/multinode.sbatch"
 VARIANT = "variants/preemptible.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-# The first time the job runs, all ranks wait in step 80 until they are told to stop.
-STOP_IN_STEP_80 = """
-class Trainer(Trainer):
-    steps = 0
-    def _run_batch(self, source, targets):
-        self.steps += 1
-        if self.steps == 80 and "SLURM_RESTART_COUNT" not in os.environ:
-            print("in step 80", flush=True)
-            while not self.sigterm:
-                time.sleep(0.01)
-        return super()._run_batch(source, targets)
-"""
-CRASH_IN_STEP_8 = """
-class Trainer(Trainer):
-    steps = 0
-    def _run_batch(self, source, targets):
-        self.steps += 1
-        assert self.steps != 8 or dist.get_rank() != 1, "planted"
-        return super()._run_batch(source, targets)
-"""
-# In the place of torchrun where it matters only what Slurm and the job script do.
-STAND_IN = """#!/bin/sh
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun $*"
-exec sleep 600
-"""
 LOW_AND_HIGH = [
     "PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE"
     " GraceTime=60",
@@ -54,27 +33,33 @@ LOW_AND_HIGH = [
 
 
 class Job:
-    """A job of the script, in a folder of its own."""
+    """A job of the script, in a folder of its own, with the variant that it trains.
 
-    def __init__(self, slurm, folder, *words, stand_in=False, planted="", sbatch=()):
+    words: what stands after `sbatch`. hooks: what is attached to the variant. stand_in:
+    whether tests/faults/torchrun.sh is started instead of torchrun. changes: texts of
+    the job script that are replaced. env: variables that sbatch hands on.
+    """
+
+    def __init__(
+        self, slurm, folder, *words, hooks=(), stand_in=False, changes=(), **env
+    ):
         self.slurm, self.folder = slurm, folder
-        plant(VARIANT, folder, before_main=planted)
-        script = (ROOT / SCRIPT).read_text()
-        for old, new in sbatch:
-            assert script.count(old) == 1
-            script = script.replace(old, new)
-        (folder / "multinode.sbatch").write_text(script)
+        plant(VARIANT, folder, hooks=hooks)
+        text = (ROOT / SCRIPT).read_text()
+        for old, new in changes:
+            text = replace_once(text, old, new, SCRIPT)
+        script = folder / "multinode.sbatch"
+        script.write_text(text)
         path = Path(sys.executable).parent
         if stand_in:
             path = folder / "bin"
             path.mkdir()
-            (path / "torchrun").write_text(STAND_IN)
-            (path / "torchrun").chmod(0o755)
-        words = [folder / "multinode.sbatch" if x == SCRIPT else x for x in words]
-        env = ["env", f"PATH={path}:{os.environ['PATH']}", "PYTHONWARNINGS=ignore"]
-        self.number = slurm.run(
-            *env, "sbatch", "--parsable", f"--chdir={folder}", *words
-        ).strip()
+            shutil.copy(ROOT / "tests/faults/torchrun.sh", path / "torchrun")
+        env |= {"PATH": f"{path}:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
+        settings = [f"{name}={value}" for name, value in env.items()]
+        words = [script if word == SCRIPT else word for word in words]
+        submit = ["sbatch", "--parsable", f"--chdir={folder}", *words]
+        self.number = slurm.run("env", *settings, *submit).strip()
 
     @property
     def output(self):
@@ -85,14 +70,16 @@ class Job:
     def facts(self):
         return self.slurm.job(self.number)
 
-    def wait_until(self, happens, what, timeout=TIMEOUT_S):
+    def wait_until(self, condition, problem):
         try:
-            return self.slurm.wait_until(happens, timeout, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.facts}\n{self.output}") from None
+            return self.slurm.wait_until(condition, problem)
+        except (AssertionError, TimedOut) as error:
+            more = f"{error}\n{self.facts}\n{self.output}"
+            raise type(error)(more) from None
 
     def wait_for(self, pattern):
         def seen():
+            # First the state: after the end, the output is complete.
             ended = self.facts["JobState"] in ENDED
             found = re.search(pattern, self.output)
             assert found or not ended, f"it has ended without {pattern!r}"
@@ -124,8 +111,9 @@ def slurm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     conf = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
     conf |= {"KillOnBadExit": 1, "WaitTime": 1}  # what the script has to stand up to
-    with slurm_cluster.Slurm(2, folder, gpus=2, partitions=LOW_AND_HIGH, **conf) as it:
-        yield it
+    cluster = slurm_cluster.Slurm(2, folder, gpus=2, partitions=LOW_AND_HIGH, **conf)
+    with cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +152,7 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(
     slurm, undisturbed, tmp_path
 ):
     words = ["--gpus-per-node=1", "--job-name=run7", SCRIPT, 5, 2]
-    job = Job(slurm, tmp_path, *words, planted=STOP_IN_STEP_80)
+    job = Job(slurm, tmp_path, *words, hooks=["wait_in_step_80"])
     job.wait_for("in step 80(.|\n)*in step 80")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
@@ -181,11 +169,12 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):
     """Without a GPU there are two processes per node."""
-    once = ("--max-restarts=3", "--max-restarts=0")
-    job = Job(slurm, tmp_path, SCRIPT, 5, 2, planted=CRASH_IN_STEP_8, sbatch=[once])
+    fault = {"hooks": ["in_step_80"], "IN_STEP_80": "raise"}
+    no_restarts = ("--max-restarts=3", "--max-restarts=0")
+    job = Job(slurm, tmp_path, SCRIPT, 5, 2, changes=[no_restarts], **fault)
     facts = job.end()
     assert "4 x cpu, batch 32 each: effective batch 128" in job.output
-    assert "AssertionError: planted" in job.output
+    assert "ValueError: planted" in job.output
     assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
     assert facts["Restarts"] == "0"
     assert not (tmp_path / "multinode.pt.preempted").exists()
@@ -196,7 +185,7 @@ def test_a_site_that_exports_nothing(slurm, tmp_path):
     line = "export SNAPSHOT=$SLURM_JOB_NAME.pt\n"
     path = f"export PATH={tmp_path}/bin:$PATH\n"
     words = ["--export=NONE", "--gpus-per-node=1", SCRIPT, 50, 10]
-    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[(line, path + line)])
+    job = Job(slurm, tmp_path, *words, stand_in=True, changes=[(line, path + line)])
     job.wait_for(rf"--rdzv-id={job.number}\.0 .* --snapshot-path=multinode.pt")
     assert job.cancel()["JobState"] == "CANCELLED"
 
@@ -206,7 +195,8 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 ):
     job = Job(slurm, tmp_path, "--gpus-per-node=2", SCRIPT, 50, 10, stand_in=True)
     job.wait_for("torchrun(.|\n)*torchrun")
-    (flags,) = {x for x in job.output.splitlines() if "torchrun" in x and "host=1" in x}
+    lines = [line for line in job.output.splitlines() if "torchrun" in line]
+    (flags,) = {line for line in lines if "is_host=1" in line}
     assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
     assert f"--rdzv-id={job.number}.0 " in flags
     assert " --rdzv-conf=is_host=1,read_timeout=600 " in flags
@@ -220,31 +210,32 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 def test_told_to_stop_before_bash_listens_it_is_requeued(slurm, tmp_path):
     early = ("told() {", "echo started; sleep 600; told() {")
     words = ["--gpus-per-node=2", SCRIPT, 50, 10]
-    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[early])
+    job = Job(slurm, tmp_path, *words, stand_in=True, changes=[early])
     job.wait_for("started(.|\n)*started")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
     assert job.cancel()["JobState"] == "CANCELLED"
 
 
-def of_job(pid):
+def is_of_job(pid, number):
     try:
         variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     except OSError:
-        return None  # it has ended
-    return dict(x.split("=", 1) for x in variables if "=" in x).get("SLURM_JOB_ID")
+        return False  # it has ended
+    return f"SLURM_JOB_ID={number}" in variables
 
 
 def test_what_is_told_to_the_first_process_alone_is_handed_on(slurm, tmp_path):
     """As with proctrack/cgroup, which this Slurm does not have."""
     pretend = ("'ProctrackType.*cgroup'", "ProctrackType")
     words = ["--gpus-per-node=2", SCRIPT, 50, 10]
-    job = Job(slurm, tmp_path, *words, stand_in=True, sbatch=[pretend])
+    job = Job(slurm, tmp_path, *words, stand_in=True, changes=[pretend])
     job.wait_for("torchrun(.|\n)*torchrun")
     for node in slurm.nodes:
         lines = node.processes().items()
         tasks = [pid for pid, line in lines if re.match(r"\S*bash -c\s+told", line)]
-        (first,) = [x for x in tasks if of_job(x) == job.number]  # others may run here
+        # Others may run here, such as the job that is near its time limit.
+        (first,) = [pid for pid in tasks if is_of_job(pid, job.number)]
         os.kill(first, signal.SIGTERM)
     job.wait_for_requeue()
     assert job.cancel()["JobState"] == "CANCELLED"

@@ -131,11 +131,13 @@ def choose_interface(backend):
     """
     there_are, own = interfaces(), socket.gethostname()
     wanted = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
-    outward = [x for x in there_are if not x.startswith(("lo", "docker", "virbr"))]
-    default = min(outward or ["lo"], key=lambda x: not x.startswith("ib"))
-    found, complaint = [x for x in wanted.split(",") if x in there_are], ""
+    local = ("lo", "docker", "virbr")
+    outward = [name for name in there_are if not name.startswith(local)]
+    infiniband = [name for name in outward if name.startswith("ib")]
+    default = (infiniband or outward or ["lo"])[0]
+    found, complaint = [name for name in wanted.split(",") if name in there_are], ""
     if backend == "gloo" and not wanted:
-        found = [x for x in outward if there_are[x] == resolve(own)]
+        found = [name for name in outward if there_are[name] == resolve(own)]
         complaint = f"its own name, {own}, is {resolve(own) or 'unknown'} there"
     elif backend == "gloo":  # which knows no patterns, as NCCL does
         complaint = f"there is no {wanted}, and there is {', '.join(there_are)}"
@@ -162,7 +164,7 @@ def host_facts(backend, device):
         "complaint": complaint,
         "addresses": list(interfaces().values()),
         "gbit": gbit_of(interface),
-        "more": [f"{x.parts[4]} {read(x)}" for x in ports],
+        "more": [f"{port.parts[4]} {read(port)}" for port in ports],
         "shm": shutil.disk_usage("/dev/shm").total,
         "cores": len(os.sched_getaffinity(0)),
         "numa": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
@@ -191,7 +193,7 @@ def host_facts(backend, device):
 # --- The roll call: before torchrun, and without torch
 
 
-def knock(name, port):
+def probe_port(name, port):
     """(connection, "", "") if `name` answers at `port`, else (None, why, cure)."""
     address, me = resolve(name), socket.gethostname()
     if not address:
@@ -222,10 +224,10 @@ def receive(connection, timeout_s=CONNECT_S):
     return json.loads(connection.makefile("rb").readline())
 
 
-def is_me(name, hosts):
+def is_this_host(name, hosts):
     """Whether that is this host; another one of `hosts` is not, wherever it leads."""
     own = socket.gethostname()
-    own, short, *known = (x.split(".")[0] for x in (own, name, *hosts))
+    own, short, *known = (full.split(".")[0] for full in (own, name, *hosts))
     if short == own or {own, short} <= set(known):
         return short == own
     return resolve(name) in interfaces().values()
@@ -237,7 +239,8 @@ def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
     hosts: their names, or [] if nobody knows. fqdn: what torchrun will call this one.
     Each listens at `port`: so the endpoint's host can ask one that does not come why.
     """
-    me = next((x for x in hosts if is_me(x, hosts)), socket.gethostname())
+    known = (name for name in hosts if is_this_host(name, hosts))
+    me = next(known, socket.gethostname())
     try:
         listener = socket.create_server(("", port), backlog=1024)
     except OSError as error:
@@ -246,31 +249,33 @@ def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
         return False
     deadline = time.monotonic() + wait_s
     with listener:
-        if not is_me(endpoint, hosts):
-            return come(listener, me, fqdn, endpoint, port, deadline)
-        came = {choose_interface("nccl")[1]: (me, fqdn, None)}  # by address
-        while len(came) < count and time.monotonic() < deadline:
+        if not is_this_host(endpoint, hosts):
+            return report_to_endpoint(listener, me, fqdn, endpoint, port, deadline)
+        arrived = {choose_interface("nccl")[1]: (me, fqdn, None)}  # by address
+        while len(arrived) < count and time.monotonic() < deadline:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 connection, (address, _) = listener.accept()
                 hello = receive(connection)
-                came[address] = hello["name"], hello["fqdn"], connection
-        names = sorted(name for name, *_ in came.values())
-        if len(came) < count:
-            found = f"{len(came)} of {count} hosts came in {wait_s:g} s"
-            cure = "--hosts with all names, to hear which is missing"
-            say("FAIL", f"{found}: {', '.join(names)}", *[cure] * (not hosts))
-        missing = [x for x in hosts if x not in names]
+                arrived[address] = hello["name"], hello["fqdn"], connection
+        names = sorted(name for name, *_ in arrived.values())
+        if len(arrived) < count:
+            found = f"{len(arrived)} of {count} hosts came in {wait_s:g} s"
+            cures = ["--hosts with all names, to hear which is missing"]
+            if hosts:
+                cures = []  # the missing ones are named below
+            say("FAIL", f"{found}: {', '.join(names)}", *cures)
+        missing = [name for name in hosts if name not in names]
         with concurrent.futures.ThreadPoolExecutor(256) as pool:
             asked = pool.map(lambda name: ask_missing(name, port), missing)
         for name, (why, cure) in zip(missing, asked, strict=True):
             say("FAIL", f"{name} did not come: {why}", cure)
-        for address, (name, fqdn, _) in came.items():
+        for address, (name, fqdn, _) in arrived.items():
             if fqdn.startswith("localhost"):
                 cure = f"on {name}, in torchrun's line: --local-addr={address}"
                 say("FAIL", f"{name} would tell the others to call {fqdn}", cure)
     # Only now that the port is free again may the others start their torchrun.
-    for *_, connection in list(came.values())[1:]:
+    for *_, connection in list(arrived.values())[1:]:
         with contextlib.suppress(OSError):
             send(connection, {"failed": COUNTS["FAIL"], "at": me})
     if not COUNTS["FAIL"]:
@@ -280,7 +285,7 @@ def roll_call(hosts, fqdn, endpoint, port, count, wait_s):
 
 def ask_missing(name, port):
     """(why it did not come, what to type)."""
-    connection, why, cure = knock(name, port)
+    connection, why, cure = probe_port(name, port)
     if not connection:
         return why, cure
     with connection, contextlib.suppress(OSError, ValueError, KeyError):
@@ -290,12 +295,12 @@ def ask_missing(name, port):
     return f"something else listens at port {port}", f"on {name}: ss -ltnp"
 
 
-def come(listener, me, fqdn, endpoint, port, deadline):
+def report_to_endpoint(listener, me, fqdn, endpoint, port, deadline):
     """Go to the endpoint; while it cannot be reached, tell it why if it asks."""
     asked, connection = False, None
     # The endpoint's host waits as long, then asks; or it is not there at all.
     while not asked and time.monotonic() < deadline + 2 * CONNECT_S:
-        connection, why, cure = knock(endpoint, port)
+        connection, why, cure = probe_port(endpoint, port)
         if connection:
             break
         listener.settimeout(0.5)
@@ -325,7 +330,7 @@ def come(listener, me, fqdn, endpoint, port, deadline):
 
 def names_of_hosts(args, count):
     """--hosts, or what Slurm says, or [] if nobody knows."""
-    hosts = [x for x in args.hosts.split(",") if x]
+    hosts = [name for name in args.hosts.split(",") if name]
     if not hosts and "SLURM_JOB_NODELIST" in os.environ:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         with contextlib.suppress(OSError):
@@ -363,7 +368,7 @@ def launch(args, flags):
     example += " --rdzv-endpoint=node0:29500"
     if not flags and not given.nnodes:
         bad_input(f"type torchrun's flags: python tools/preflight.py {example}")
-    if any(x.endswith(".py") or x in ("-m", "--module") for x in flags):
+    if any(flag.endswith(".py") or flag in ("-m", "--module") for flag in flags):
         bad_input("leave the script of the training and what follows it out")
     nnodes = given.nnodes.split(":")[-1] or "1"
     endpoint, _, port = (given.rdzv_endpoint or given.master_addr).partition(":")
@@ -403,11 +408,13 @@ def launch(args, flags):
             return int(verdict.read_text())
     if status == 2:
         return 2
-    late, cure = status is None, f"is_host=true on {endpoint}, =false on the others"
-    cure = f"if torchrun's hosts did not meet: --rdzv-conf={cure}"
-    what = "the checks did not end" if late else f"torchrun ended with {status}"
-    what += f" on {socket.gethostname()}: see above"
-    say("FAIL", what, *[cure] * (late and nnodes > 1))
+    what, cures = f"torchrun ended with {status}", []
+    if status is None:
+        what = "the checks did not end"
+        if nnodes > 1:
+            conf = f"is_host=true on {endpoint}, =false on the others"
+            cures = [f"if torchrun's hosts did not meet: --rdzv-conf={conf}"]
+    say("FAIL", f"{what} on {socket.gethostname()}: see above", *cures)
     return 1
 
 
@@ -427,7 +434,7 @@ class Server(socketserver.ThreadingTCPServer):
     request_queue_size = 1024  # all hosts may call at once
 
 
-def call(host):
+def probe_host(host):
     """(seconds of a round trip, seconds that its clock is ahead); or str: why not.
 
     The quickest of eight round trips: its answer is from within that time of ours.
@@ -448,7 +455,7 @@ def call(host):
         return getattr(error, "strerror", None) or str(error)
 
 
-def wait_for(device):
+def synchronize(device):
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -461,10 +468,10 @@ def compute(device):
         torch.set_num_threads(1)  # to wait for other threads would count as work
     ones, times = torch.ones(size, size, device=device), []
     for _ in range(repeats):
-        wait_for(device)
+        synchronize(device)
         start = clock()
         product = ones @ ones
-        wait_for(device)
+        synchronize(device)
         times.append(clock() - start)
     torch.set_num_threads(threads)
     return bool((product == size).all()), min(times)
@@ -495,11 +502,11 @@ def all_reduce_times(device):
         data = torch.ones(size // 4, device=device)
         repeats = 20 if size < 1 << 20 else 3
         dist.all_reduce(data)  # opens connections
-        wait_for(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(repeats):
             dist.all_reduce(data)
-        wait_for(device)
+        synchronize(device)
         took = torch.tensor((time.perf_counter() - start) / repeats, device=device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         found.append((size, took.item()))
@@ -521,7 +528,9 @@ def pair_speeds(device, leaders, index, size):
     """{host: Gbit/s to it} from host `index`; `leaders`: one rank of each host."""
     data, speeds = torch.ones(size // 4, device=device), {}
     token = torch.ones(1, device=device)
-    for other in filter(lambda x: x is not None, partners(len(leaders), index)):
+    for other in partners(len(leaders), index):
+        if other is None:
+            continue
         peer, best = leaders[other], float("inf")
         for turn in range(10):  # in turn; the first two meet, and open the connection
             message = data if turn > 1 else token
@@ -529,12 +538,12 @@ def pair_speeds(device, leaders, index, size):
                 start = time.perf_counter()
                 dist.send(message, peer)
                 dist.recv(token, peer)
-                wait_for(device)
+                synchronize(device)
                 best = min(best, time.perf_counter() - start if turn > 1 else best)
             else:
                 dist.recv(message, peer)
                 dist.send(token, peer)
-                wait_for(device)
+                synchronize(device)
         speeds[other] = size * 8e-9 / best
     return speeds
 
@@ -552,44 +561,44 @@ def human(size):
 
 def report_hosts(hosts):
     """A line for each host, and in what they differ."""
-    for x in hosts:
-        link = f" ({x.gbit:g} Gbit/s)" if x.gbit else ""
-        facts = [f"{x.address} on {x.interface}{link}", f"{x.devices} GPUs"]
-        facts += [human(x.memory), f"{x.cores} cores, {x.numa} NUMA"]
-        facts += [f"/dev/shm {human(x.shm)}"]
-        facts += [f"{key} {getattr(x, key)}" for key in SAME]
-        say("", f"{x.name}: {', '.join(facts + x.more)}")
+    for host in hosts:
+        link = f" ({host.gbit:g} Gbit/s)" if host.gbit else ""
+        facts = [f"{host.address} on {host.interface}{link}", f"{host.devices} GPUs"]
+        facts += [human(host.memory), f"{host.cores} cores, {host.numa} NUMA"]
+        facts += [f"/dev/shm {human(host.shm)}"]
+        facts += [f"{key} {getattr(host, key)}" for key in SAME]
+        say("", f"{host.name}: {', '.join(facts + host.more)}")
     with ok_if_all_is(f"the same on all hosts: {', '.join(SAME)}"):
         for key, (kind, cure) in SAME.items():
-            values = [getattr(x, key) for x in hosts]
+            values = [getattr(host, key) for host in hosts]
             # What most have; in a tie, what rank 0's has.
             usual = max(values, key=values.count)
-            for x, value in zip(hosts, values, strict=True):
+            for host, value in zip(hosts, values, strict=True):
                 if value != usual:
-                    what = f"{x.name} has {key} {value}, the others have {usual}"
-                    say(kind, what, f"on {x.name}: {cure}")
+                    what = f"{host.name} has {key} {value}, the others have {usual}"
+                    say(kind, what, f"on {host.name}: {cure}")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         what = "--max-restarts: a restart may read what the attempt before it stored"
         say("warn", what, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
-def report_limits(x):
-    """What host `x` has too little of."""
-    name, processes = x.name, x.processes
+def report_limits(host):
+    """What a host has too little of."""
+    name, processes = host.name, host.processes
     need = processes * SHM_PER_PROCESS
-    if x.shm < need:
-        what = f"{name}: /dev/shm has {human(x.shm)}, and may need {human(need)}"
+    if host.shm < need:
+        what = f"{name}: /dev/shm has {human(host.shm)}, and may need {human(need)}"
         machine = f"on {name}: mount -o remount,size={need >> 20}m /dev/shm"
         say("FAIL", what, f"docker run --shm-size={need >> 20}m, or {machine}")
-    if x.threads * processes > x.cores:
-        what = f"{name}: {processes} x {x.threads} threads on {x.cores} cores"
-        threads = max(1, x.cores // processes)
+    if host.threads * processes > host.cores:
+        what = f"{name}: {processes} x {host.threads} threads on {host.cores} cores"
+        threads = max(1, host.cores // processes)
         say("warn", what, f"on {name}: export OMP_NUM_THREADS={threads}")
-    if processes > x.devices > 0:
-        what = f"{name}: {processes} processes for {x.devices} devices"
-        say("FAIL", what, f"--nproc-per-node={x.devices}")
-    if x.driver != "none" and not x.devices:
+    if processes > host.devices > 0:
+        what = f"{name}: {processes} processes for {host.devices} devices"
+        say("FAIL", what, f"--nproc-per-node={host.devices}")
+    if host.driver != "none" and not host.devices:
         what = f"{name}: has an NVIDIA driver, and torch sees no GPU"
         cure = f"on {name}: nvidia-smi; python -c 'import torch; torch.cuda.init()'"
         say("warn", what, cure)
@@ -597,51 +606,53 @@ def report_limits(x):
 
 def report_devices(ranks):
     """Devices that compute wrongly, or slowly beside the others."""
-    usual = statistics.median(x.seconds for x in ranks)
-    for x in ranks:
-        who, times = f"rank {x.rank} on {x.host}", x.seconds / usual
-        if not x.right:
-            cure = f"on {x.host}: nvidia-smi -q; dmesg | grep -i xid"
+    usual = statistics.median(rank.seconds for rank in ranks)
+    for rank in ranks:
+        who, times = f"rank {rank.rank} on {rank.host}", rank.seconds / usual
+        if not rank.right:
+            cure = f"on {rank.host}: nvidia-smi -q; dmesg | grep -i xid"
             say("FAIL", f"{who} multiplies wrongly", cure)
         elif times > (2 if ranks[0].devices else 3):  # CPUs have more to do
-            cure = f"on {x.host}: top; nvidia-smi -q -d CLOCK,TEMPERATURE"
+            cure = f"on {rank.host}: top; nvidia-smi -q -d CLOCK,TEMPERATURE"
             say("warn", f"{who} computes at 1/{times:.1f} of the usual", cure)
 
 
 def report_names(hosts):
     """Own names that lead nowhere, and names of others that lead elsewhere."""
-    for x in hosts:
-        if x.complaint:
-            what = f"{x.name}: {x.complaint}; others could not connect to that"
-            variable = f"{x.backend.upper()}_SOCKET_IFNAME"
-            say("FAIL", what, f"on {x.name}: export {variable}={x.interface}")
-        for y, address in zip(hosts, x.resolved, strict=True):
-            cure = f"on {x.name}: getent hosts {y.fqdn}; cat /etc/hosts"
-            if y is not x and not address:
-                say("warn", f"{x.name} does not know {y.fqdn}", cure)
-            elif y is not x and address not in y.addresses:
-                what = f"on {x.name} the name {y.fqdn} is {address}"
-                say("FAIL", f"{what}, and {y.name} is {y.address}", cure)
+    for host in hosts:
+        if host.complaint:
+            what = f"{host.name}: {host.complaint}; others could not connect to that"
+            variable = f"{host.backend.upper()}_SOCKET_IFNAME"
+            say("FAIL", what, f"on {host.name}: export {variable}={host.interface}")
+        for other, address in zip(hosts, host.resolved, strict=True):
+            cure = f"on {host.name}: getent hosts {other.fqdn}; cat /etc/hosts"
+            if other is not host and not address:
+                say("warn", f"{host.name} does not know {other.fqdn}", cure)
+            elif other is not host and address not in other.addresses:
+                what = f"on {host.name} the name {other.fqdn} is {address}"
+                say("FAIL", f"{what}, and {other.name} is {other.address}", cure)
 
 
-def report_calls(hosts):
+def report_connections(hosts):
     """Who cannot connect to whom."""
-    found = [y for x in hosts for y in x.calls if isinstance(y, list)]
+    calls = [call for host in hosts for call in host.calls]
+    found = [call for call in calls if isinstance(call, list)]
     slowest = max((seconds for seconds, _ in found), default=0) * 1e3
     what = f"{len(found)} connections, the slowest round trip {slowest:.2f} ms"
     with ok_if_all_is(what):
-        for x in hosts:
-            for y, why in zip(hosts, x.calls, strict=True):
+        for host in hosts:
+            for other, why in zip(hosts, host.calls, strict=True):
                 if isinstance(why, str):
-                    what = f"{x.name} cannot connect to {y.name} ({y.address}): {why}"
-                    cure = f"on {y.name}, all ports: ufw allow from {x.address}"
+                    there = f"{other.name} ({other.address})"
+                    what = f"{host.name} cannot connect to {there}: {why}"
+                    cure = f"on {other.name}, all ports: ufw allow from {host.address}"
                     say("FAIL", what, cure)
 
 
 def report_clocks(hosts):
     """Whose clock is off, as rank 0's host sees it."""
     found = list(zip(hosts, hosts[0].calls, strict=True))
-    found = [(x.name, *call) for x, call in found if isinstance(call, list)]
+    found = [(host.name, *call) for host, call in found if isinstance(call, list)]
     worst = max((abs(ahead) + took for _, took, ahead in found), default=0)
     with ok_if_all_is(f"clocks agree to {worst * 1e3:.2f} ms"):
         for name, took, ahead in found:
@@ -656,7 +667,7 @@ def report_speeds(hosts, times, speeds, link_gbit):
     """All-reduce by size, then which host or link is slow. speeds[a][b]: Gbit/s."""
     links = {(a, b): speed for a, x in enumerate(speeds) for b, speed in x.items()}
     slowest = min(links.values(), default=0)
-    world_size = sum(x.processes for x in hosts)
+    world_size = sum(host.processes for host in hosts)
     for size, seconds in times:
         sent = size * 2 * (world_size - 1) / world_size  # by each, on a ring
         gbit = sent * 8e-9 / seconds
@@ -673,11 +684,11 @@ def report_speeds(hosts, times, speeds, link_gbit):
         usual = statistics.median(bests)
         should = f"{usual:.2f} is usual, {should}"
     with ok_if_all_is(f"between hosts {between}"):
-        for x, best in zip(hosts, bests, strict=True):
+        for host, best in zip(hosts, bests, strict=True):
             if best < usual / 2:
                 kind = "FAIL" if best < link_gbit / 2 else "warn"
-                what = f"{x.name} is slow: at best {best:.2f} Gbit/s; {should}"
-                say(kind, what, f"on {x.name}: ethtool {x.interface}; ip -s link")
+                what = f"{host.name} is slow: at best {best:.2f} Gbit/s; {should}"
+                say(kind, what, f"on {host.name}: ethtool {host.interface}; ip -s link")
         for (a, b), speed in links.items():
             worst = min(bests[a], bests[b])
             if worst < usual / 2 and not worst >= link_gbit / 2 > speed:
@@ -698,18 +709,19 @@ def report_all(hosts, ranks):
     say("", f"{len(hosts)} hosts, {len(ranks)} processes, {hosts[0].backend}")
     report_hosts(hosts)
     with ok_if_all_is("shared memory, threads, devices"):
-        for x in hosts:
-            report_limits(x)
+        for host in hosts:
+            report_limits(host)
     with ok_if_all_is("every process allocates, computes rightly, and as fast"):
         report_devices(ranks)
     if len(hosts) > 1:
         with ok_if_all_is("every host knows the others by the right name"):
             report_names(hosts)
-        report_calls(hosts)
+        report_connections(hosts)
         report_clocks(hosts)
-    blocked = [y for x in hosts for y in x.calls if isinstance(y, str)]
-    crowded = [x for x in hosts if x.processes > x.devices > 0]
-    mixed = len({x.backend for x in hosts}) > 1
+    calls = [call for host in hosts for call in host.calls]
+    blocked = [call for call in calls if isinstance(call, str)]
+    crowded = [host for host in hosts if host.processes > host.devices > 0]
+    mixed = len({host.backend for host in hosts}) > 1
     if blocked or crowded or mixed:
         say("", "all-reduce and bandwidth: not tried, mend the above first")
     return not (blocked or crowded or mixed)
@@ -733,21 +745,22 @@ class Board:
         """[what each of `ranks` put]; TimeoutError names those that put nothing."""
         self.doing, self.cure = f"waiting for {title}", "py-spy dump --pid PID"
         try:
-            found = self.store.multi_get([f"{title}/{x}" for x in ranks])
+            found = self.store.multi_get([f"{title}/{rank}" for rank in ranks])
         except dist.DistError:
-            raise TimeoutError(f"nothing from rank {self.late(title, ranks)}") from None
-        return [json.loads(x) for x in found]
+            missing = self.missing(title, ranks)
+            raise TimeoutError(f"nothing from rank {missing}") from None
+        return [json.loads(value) for value in found]
 
-    def late(self, title, ranks):
-        put = (self.store.check([f"{title}/{x}"]) for x in ranks)
-        return ", ".join(str(x) for x, has in zip(ranks, put, strict=True) if not has)
+    def missing(self, title, ranks):
+        put = {rank: self.store.check([f"{title}/{rank}"]) for rank in ranks}
+        return ", ".join(str(rank) for rank in ranks if not put[rank])
 
     def fail(self, why):
         """Whichever rank it is says it itself: nobody else may be there to do it."""
         say("FAIL", f"{self.who}, {self.doing}: {why}"[:400], self.cure)
 
 
-def leave(status):
+def end_process(status):
     """End at once: a half-dead connection could hold up the usual exit."""
     verdict = os.environ.get("PREFLIGHT_VERDICT")
     if verdict and os.environ["LOCAL_RANK"] == "0":
@@ -760,7 +773,9 @@ def check(link_gbit):
     """All checks, in each process that torchrun has started; the exit status."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
-        rank, local_rank, world_size, _, port = (int(os.environ[x]) for x in names)
+        rank, local_rank, world_size, _, port = (
+            int(os.environ[name]) for name in names
+        )
         master = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
         bad_input(f"torchrun sets {', '.join(names)} and MASTER_ADDR: {error}")
@@ -768,7 +783,7 @@ def check(link_gbit):
 
     def stuck():
         board.fail(f"stuck: all checks together may take {ALL_S} s")
-        leave(1)
+        end_process(1)
 
     timer = threading.Timer(ALL_S, stuck)
     timer.daemon = True
@@ -789,7 +804,7 @@ def check(link_gbit):
             board.put("failed", "")
             if rank == 0:
                 time.sleep(2)  # the others fail a moment later
-                if silent := board.late("failed", everybody):
+                if silent := board.missing("failed", everybody):
                     what = f"rank {silent} did not fail: the others may wait for it"
                     say("FAIL", what, "on its host: py-spy dump --pid PID")
     try:
@@ -802,7 +817,8 @@ def check(link_gbit):
         (status,) = board.read("verdict", [0])
         board.put("bye", "")
         if rank == 0:  # the store may be in this process
-            board.store.wait([f"bye/{x}" for x in everybody], timedelta(seconds=5))
+            said = [f"bye/{rank}" for rank in everybody]
+            board.store.wait(said, timedelta(seconds=5))
     except (dist.DistError, TimeoutError):  # somebody is gone
         status = 1
     return status
@@ -828,20 +844,21 @@ def examine(link_gbit, board, local_rank, world_size):
         mine["listens"] = (mine["address"], server.server_address[1])
     board.put("facts", mine)
     ranks = board.read("facts", range(world_size))
-    ranks = [types.SimpleNamespace(**x) for x in ranks]
-    hosts = [x for x in ranks if hasattr(x, "listens")]
-    leaders = [x.rank for x in hosts]
+    ranks = [types.SimpleNamespace(**facts) for facts in ranks]
+    hosts = [facts for facts in ranks if hasattr(facts, "listens")]
+    leaders = [host.rank for host in hosts]
 
     if local_rank == 0:
         board.doing = "connecting to the other hosts"
-        others = [None if x.rank == rank else x for x in hosts]
+        others = [None if host.rank == rank else host for host in hosts]
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            calls = list(pool.map(lambda x: x and call(x), others))
-        names = [resolve(x.fqdn) for x in hosts]
+            calls = list(pool.map(lambda host: host and probe_host(host), others))
+        names = [resolve(host.fqdn) for host in hosts]
         board.put("connections", {"calls": calls, "resolved": names})
     if rank == 0:
-        for x, found in zip(hosts, board.read("connections", leaders), strict=True):
-            vars(x).update(found)
+        found = board.read("connections", leaders)
+        for host, more in zip(hosts, found, strict=True):
+            vars(host).update(more)
         board.put("go", report_all(hosts, ranks))
     if not board.read("go", [0])[0]:
         return
@@ -870,9 +887,10 @@ def examine(link_gbit, board, local_rank, world_size):
     board.put("speeds", speeds)
     if rank == 0:
         with ok_if_all_is(f"all-reduce is right: {', '.join(DTYPES)}"):
-            for x, dtypes in enumerate(board.read("sums", range(world_size))):
+            for other, dtypes in enumerate(board.read("sums", range(world_size))):
                 if dtypes:
-                    what = f"rank {x} on {ranks[x].host}: all-reduce is wrong:"
+                    host = ranks[other].host
+                    what = f"rank {other} on {host}: all-reduce is wrong:"
                     say("FAIL", f"{what} {', '.join(dtypes)}")
         found = board.read("speeds", leaders)
         found = [{int(a): speed for a, speed in x.items()} for x in found]
@@ -900,7 +918,7 @@ def main():
         bad_input(f"unknown: {' '.join(flags)}")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         os._exit(1)  # the first attempt has said it
-    leave(check(args.link_gbit))
+    end_process(check(args.link_gbit))
 
 
 if __name__ == "__main__":

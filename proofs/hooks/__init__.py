@@ -16,6 +16,9 @@ in `utils` or in torch a hook calls `replace`. Settings come from the environmen
 
 import functools
 import importlib
+import os
+import time
+from pathlib import Path
 
 
 def attach(rung, *names):
@@ -49,3 +52,11 @@ def rank():
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def began(pid):
+    """When a process began, as time.time() counts; OSError if it has ended."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(after_name[19])  # since the machine was started: proc_pid_stat(5)
+    uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
