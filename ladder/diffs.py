@@ -17,9 +17,9 @@ def unified(old, new, context=3):
 class Hunk(NamedTuple):
     """Adjacent changed lines.
 
-    `removed` starts at line `old_start` of the parent, `added` at line `new_start` of the
-    child. Lines count from 1. `number` counts the hunks of the diff from 1. `scope` is the
-    class and function that it stands in, "" outside of any.
+    `removed` starts at line `old_start` of the parent, `added` at line `new_start` of
+    the child. Lines count from 1. `number` counts the hunks of the diff from 1. `scope`
+    is the class and function that it stands in, "" outside of any.
     """
 
     number: int

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 120))  # a run takes 1 to 10 s
+TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
 
 # What a launcher or a user may have set, and what would be taken for it.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -32,9 +32,13 @@ class Done(NamedTuple):
 
 
 def clean_env(**extra):
-    """The environment without what a launcher has set in it, and with `extra`."""
+    """The environment without what a launcher has set in it, and with `extra`.
+
+    What is None in `extra` is not set.
+    """
     env = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    return env | {key: str(value) for key, value in extra.items()}
+    env |= extra
+    return {key: str(value) for key, value in env.items() if value is not None}
 
 
 def start(command, cwd, **env):

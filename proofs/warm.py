@@ -136,7 +136,8 @@ class Fork:
     """
 
     def __init__(self, words, cwd, **env):
-        self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.out = tempfile.TemporaryFile()  # noqa: SIM115  closed by finish()
+        self.err = tempfile.TemporaryFile()  # noqa: SIM115
         environment = clean_env(**env)
         sys.stdout.flush()
         sys.stderr.flush()

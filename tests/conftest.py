@@ -55,7 +55,7 @@ def pytest_unconfigure(config):
 
 
 def once(make):
-    """`make`, but called once for the same arguments; what failed is not tried again."""
+    """`make`, called once for the same arguments; what failed is not tried again."""
     made = {}
 
     def get(*arguments):
@@ -95,7 +95,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def typed(tmp_path_factory):
-    """`typed(name)`: (folder, Done, threads) of the docstring's command as one types it.
+    """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
     """

@@ -1,37 +1,18 @@
 """Real data by changing only `load_train_objs`: handwritten digits, on every rung.
 
-1797 scans of 8 x 8 pixels that scikit-learn brings along (Alpaydin and Kaynak, 1998,
-https://archive.ics.uci.edu/dataset/80). Needs `pip install -r tests/requirements.txt`.
+The data and the model are those of proofs/hooks/digits.py. Needs
+`pip install -r tests/requirements.txt`.
 """
-
-import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ladder.rungs import RUNGS
-from proofs.launch import plant, train
+from proofs.hooks import digits
+from proofs.launch import batch_size, plant, train
 from proofs.results import load, losses
 
 sklearn = pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
-
-DIGITS = """def load_train_objs():
-    from sklearn.datasets import load_digits
-    from torch.utils.data import TensorDataset, random_split
-
-    torch.manual_seed(0)
-    source, targets = load_digits(return_X_y=True)
-    source, targets = torch.tensor(source / 16).float(), torch.tensor(targets)
-    data = TensorDataset(source, targets)
-    train_set, eval_set = random_split(data, [1437, 360])
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
-    )
-    make_optimizer = functools.partial(
-        torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3
-    )
-    return train_set, eval_set, model, F.cross_entropy, make_optimizer"""
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +23,10 @@ def trained(tmp_path_factory):
     def get(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("digits")
-            script = plant(name, folder, (function("load_train_objs", name), DIGITS))
-            batch = 60 if RUNGS[name] is None else 30
-            done = train(script, 40, 40, "--batch-size", batch, cwd=folder)
-            scope = {"torch": torch, "F": F, "functools": functools}
-            exec(DIGITS, scope)
-            _, eval_set, model, _, _ = scope["load_train_objs"]()
+            script = plant(name, folder, hooks=["digits"])
+            options = ("--batch-size", batch_size(name, 60))
+            done = train(script, 40, 40, *options, cwd=folder)
+            _, eval_set, model, _, _ = digits.around_load_train_objs(None)
             model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
             source, targets = eval_set[:]
             right = model(source).argmax(1) == targets

@@ -10,9 +10,13 @@ import uuid
 import pytest
 
 from ladder.rungs import ROOT
-from proofs.launch import launch, plant
-from proofs.processes import TIMEOUT_S, finish, left_over, run, start
+from proofs import processes
+from proofs.launch import command, launch, plant, real, start
+from proofs.processes import TIMEOUT_S, finish, left_over
 from proofs.results import load, same_bits
+
+# Why these tests take new interpreters, and no forks.
+ENDS = "how a launcher ends, and what it says, is the claim"
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
@@ -21,13 +25,10 @@ linux = pytest.mark.skipif(
 
 @linux
 def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
-    script = plant(
-        "multigpu.py",
-        tmp_path,
-        before_main=IN_STEP_80.format("raise ValueError('planted')"),
-    )
+    script = plant("multigpu.py", tmp_path, hooks=["in_step_80"])
     mark = uuid.uuid4().hex
-    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    env = {"MARK": mark, "IN_STEP_80": "raise"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=ENDS, **env)
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: planted")
@@ -36,13 +37,10 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 
 @linux
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
-    script = plant(
-        "multinode.py",
-        tmp_path,
-        before_main=IN_STEP_80.format("raise ValueError('planted')"),
-    )
+    script = plant("multinode.py", tmp_path, hooks=["in_step_80"])
     mark = uuid.uuid4().hex
-    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    env = {"MARK": mark, "IN_STEP_80": "raise"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=ENDS, **env)
     assert done.returncode == 1
     summary = done.stderr.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 (local_rank: 1)" in summary
@@ -55,7 +53,7 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
 def test_ending_multigpu_ends_its_processes(tmp_path, number):
     """Ctrl-C reaches the whole group; SIGKILL reaches the first process alone."""
     mark = uuid.uuid4().hex
-    process = start(launch(ROOT / "multigpu.py", 10**6, 10**6), tmp_path, MARK=mark)
+    process = start(ROOT / "multigpu.py", 10**6, 10**6, cwd=tmp_path, MARK=mark)
     timer = threading.Timer(TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
     assert any("epoch 2/" in line for line in process.stdout), "it must be training"
@@ -74,38 +72,21 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 
 @linux
 def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
-    change = ("def main(", "def _main(")
-    block = "def main(rank, *args):\n    assert rank != 1\n    _main(rank, *args)\n"
-    script = plant("multigpu.py", tmp_path, change, before_main=block)
+    script = plant("multigpu.py", tmp_path, hooks=["die_at_once"])
     began = time.monotonic()
-    done = run(launch(script, 5, 2), tmp_path)
+    done = launch(script, 5, 2, cwd=tmp_path, real=ENDS)
     assert time.monotonic() - began < 100, "not by the five minutes' time-out"
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
 
 
-# The last process of an attempt ends itself inside its second epoch, `kills` times.
-KILLED = """
-import os
-class Trainer(Trainer):
-    steps = 0
-    def _run_batch(self, source, targets):
-        self.steps += 1
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if self.steps == 40 and dist.get_rank() == 1:
-            print(f"attempt {attempt} has port {os.environ['MASTER_PORT']}", flush=True)
-            if attempt < %d:
-                os.kill(os.getpid(), 9)
-        return super()._run_batch(source, targets)
-"""
-
-
 def restarted(folder, kills, restarts, **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
-    script = plant("multinode.py", folder / "copy", before_main=KILLED % kills)
-    command = launch(script, 5, 1)
-    command[3:3] = [f"--max-restarts={restarts}"]
-    return run(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, **env)
+    script = plant("multinode.py", folder / "copy", hooks=["killed_attempts"])
+    words = real(command(script, 5, 1))
+    words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
+    env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+    return processes.run(words, folder, **env)
 
 
 def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):

@@ -1,6 +1,6 @@
 """With an accelerator: one process on each, and no more than there are."""
 
-import os
+import re
 import shutil
 import sys
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT, RUNGS
-from proofs.launch import DISTRIBUTED, launch
+from proofs.launch import DISTRIBUTED, batches_per_step, launch
 from proofs.processes import run
 from proofs.results import losses
 from tests.conftest import VISIBLE
@@ -16,22 +16,16 @@ from tests.conftest import VISIBLE
 if not shutil.which("nvidia-smi"):
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)
 
-ENV = {} if VISIBLE is None else {"CUDA_VISIBLE_DEVICES": VISIBLE}
-
-
-def on_gpu(command, folder):
-    """Run `command` with the accelerators that all other tests hide."""
-    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES")
-    try:
-        return run(command, folder, **ENV)
-    finally:
-        os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+# All other tests hide the accelerators.
+ENV = {"CUDA_VISIBLE_DEVICES": VISIBLE}
+WHY = "an accelerator's driver does not survive a fork"
 
 
 @pytest.fixture(scope="module")
 def count(tmp_path_factory):
     code = "import torch; print(torch.accelerator.device_count())"
-    done = on_gpu([sys.executable, "-c", code], tmp_path_factory.mktemp("count"))
+    folder = tmp_path_factory.mktemp("count")
+    done = run([sys.executable, "-c", code], folder, **ENV)
     if int(done.stdout) == 0:
         pytest.skip("torch sees no accelerator")
     return int(done.stdout)
@@ -40,22 +34,20 @@ def count(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNGS)
 def test_one_process_trains_on_the_gpu(runs, count, name, tmp_path):
     """The losses are those of the CPU, as far as the GPU rounds alike."""
-    done = on_gpu(
-        launch(ROOT / name, 5, 2, "--batch-size", 64, nprocs=1)
-        if name in DISTRIBUTED
-        else [sys.executable, ROOT / name, "5", "2", "--batch-size", "64"],
-        tmp_path,
-    )
+    options = ("--batch-size", 64 // batches_per_step(name))
+    script = ROOT / name
+    done = launch(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=WHY, **ENV)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 x cuda, batch 64 each: effective batch 64")
+    assert re.match(r"1 x cuda, batch \d+ each: effective batch 64", done.stdout)
     alone = losses(runs("single_gpu.py")[1])
     torch.testing.assert_close(losses(done), alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_more_processes_than_gpus_are_refused(count, name, tmp_path):
-    done = on_gpu(launch(ROOT / name, 5, 2, nprocs=count + 1), tmp_path)
+    nprocs = count + 1
+    done = launch(ROOT / name, 5, 2, cwd=tmp_path, nprocs=nprocs, real=WHY, **ENV)
     assert done.returncode != 0
-    line = f"{count + 1} processes here need {count + 1} accelerators: there is {count}"
+    line = f"{nprocs} processes here need {nprocs} accelerators: there is {count}"
     assert done.stderr.count(line) == 1
     assert not list(tmp_path.iterdir())

@@ -6,9 +6,14 @@ import pickle
 import pytest
 import torch
 
-from ladder.rungs import ROOT, RUNGS, commands
-from proofs.launch import DISTRIBUTED, launch, plant, run_script
-from proofs.processes import run
+from ladder.rungs import ROOT, RUNGS
+from proofs.launch import (
+    DISTRIBUTED,
+    UNDER_TORCHRUN,
+    launch,
+    plant,
+    run_script,
+)
 from proofs.results import load
 
 TORCHRUN = {
@@ -19,7 +24,6 @@ TORCHRUN = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": 1,
 }
-UNDER_TORCHRUN = [x for x in RUNGS if any("torchrun" in y for y in commands(x))]
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
     "5": "the following arguments are required: save_every",
@@ -122,8 +126,7 @@ def test_more_processes_than_samples(tmp_path):
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_more_processes_than_accelerators(name, tmp_path):
     """The count is planted: this is tested where there is no accelerator, too."""
-    one = "torch.accelerator.device_count = lambda: 1"
-    script = plant(name, tmp_path / "copy", before_main=one)
+    script = plant(name, tmp_path / "copy", hooks=["one_accelerator", "no_patience"])
     args = () if name in UNDER_TORCHRUN else ("--nprocs", 2)
     line = refused(name, tmp_path, 5, 1, *args, script=script)
     assert line == "2 processes here need 2 accelerators: there is 1"
@@ -151,15 +154,19 @@ def test_multinode_without_torchrun_says_what_to_type(tmp_path):
 
 @pytest.mark.parametrize("name", list(TORCHRUN)[:3] + list(TORCHRUN)[4:])
 def test_half_set_torchrun_variables(name, tmp_path):
-    line = refused("multinode.py", tmp_path, 5, 1, **{name: None})
+    script = plant("multinode.py", tmp_path / "copy", hooks=["no_patience"])
+    env = {name: None}
+    line = refused("multinode.py", tmp_path, 5, 1, script=script, **env)
     assert line.startswith(f"not set: {name}. torchrun sets them all: ")
     if not name.startswith("MASTER"):
-        line = refused("multinode.py", tmp_path, 5, 1, **{name: "one"})
+        env = {name: "one"}
+        line = refused("multinode.py", tmp_path, 5, 1, script=script, **env)
         assert "is not a number" in line
 
 
 def test_under_torchrun_one_process_speaks_for_all(tmp_path):
-    done = run(launch(ROOT / "multinode.py", 5, 0), tmp_path)
+    why = "torchrun's report and status are the claim"
+    done = launch(ROOT / "multinode.py", 5, 0, cwd=tmp_path, real=why)
     assert done.returncode != 0
     assert done.stderr.count("error: argument save_every: '0' is not a whole") == 1
     assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]

@@ -1,6 +1,5 @@
 """preemptible.py: told to stop, it saves inside the epoch and resumes at that step."""
 
-import json
 import os
 import re
 import uuid
@@ -9,101 +8,34 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT
-from proofs.launch import launch, plant, run_script
-from proofs.processes import Done, left_over, run
+from proofs.launch import command, environment, home, launch, plant, real, run_script
+from proofs.processes import left_over, run
 from proofs.results import load, same_bits, weights
+from proofs.warm import Fork
 
 NAME = "variants/preemptible.py"
-
-# Put into a copy, it notes the samples of each step in the file `trained`, and sends
-# SIGTERM to its own process
-# - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
-#   before which all samples of the epoch are run;
-# - where LATE is "N RANK": when that rank has just learned, before its Nth step, that
-#   no rank was told to stop.
-HOOKS = """
-import pathlib
-
-class Noted(torch.utils.data.Dataset):
-    def __init__(self, data): self.data, self.seen = data, []
-    def __len__(self): return len(self.data)
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.data[index]
-
-_load_train_objs = load_train_objs
-def load_train_objs():
-    train_set, *rest = _load_train_objs()
-    return Noted(train_set), *rest
-
-_rank = os.environ["RANK"]
-
-def _tell():
-    import signal
-    os.kill(os.getpid(), signal.SIGTERM)
-
-class Trainer(Trainer):
-    def _run_batch(self, source, targets):
-        seen = self.train_data.dataset.seen[-len(source):]
-        with open("trained", "a") as file:
-            print(self.epochs_run, self.samples_run, *seen, file=file)
-        self._maybe_tell()
-        return super()._run_batch(source, targets)
-    def _evaluate(self):
-        self._maybe_tell()
-        return super()._evaluate()
-    def _maybe_tell(self):
-        here = f"{self.epochs_run} {self.samples_run} {_rank}"
-        if os.environ.get("TOLD") == here:
-            _tell()
-
-_all_reduce, _asked = dist.all_reduce, 0
-def _noted_all_reduce(*args, group=None, **options):
-    global _asked
-    _all_reduce(*args, group=group, **options)
-    if group is not None:
-        _asked += 1
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-        pathlib.Path("timeout").write_text(str(timeout.total_seconds()))
-        if os.environ.get("LATE") == f"{_asked} {_rank}":
-            _tell()
-dist.all_reduce = _noted_all_reduce
-"""
-LINEAR = "torch.nn.Linear(20, 1)"
-DROPOUT = f'torch.nn.Sequential(torch.nn.Dropout(float(os.environ["P"])), {LINEAR})'
+IMPATIENT = ROOT / "tests" / "faults" / "impatient_torchrun.py"
+START = "starting with epoch 1: no epoch is finished in "
+TRAINED = "samples of the next epoch are trained already\n"
+ENDS = "torchrun's signals, report and status are the claim"  # so no fork
 
 
-def ranks(script, *args, cwd, nprocs=2, **env):
+def ranks(script, *arguments, cwd, nprocs=2, **env):
     """Run ranks without torchrun, so that the exit status of each is seen.
 
-    They are forked (see `forked`), and each has a folder of its own, `cwd`/RANK.
-    Returns [Done of each rank].
+    They are forks, and each has a folder of its own, `cwd`/RANK: [Done of each rank].
     """
-    read, write = os.pipe()
-    pids = []
+    env |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env |= {"WORLD_SIZE": nprocs, "PYTHONPATH": home(script)}
+    words = ["python", script, *arguments]
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    forks = []
     for rank in range(nprocs):
         folder = cwd / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            try:
-                where = {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(read, 5)}
-                where["MASTER_PORT"] = int(where["MASTER_PORT"])
-                where |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nprocs}
-                where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-                done = run_script(script, *args, cwd=folder, **where, **env)
-                (folder / "done").write_text(json.dumps(done))
-            finally:
-                os._exit(0)
-    # After the forks: a store has threads.
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
-    os.write(write, f"{store.port:5}".encode() * nprocs)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    os.close(read)
-    os.close(write)
-    files = [cwd / str(rank) / "done" for rank in range(nprocs)]
-    return [Done(*json.loads(file.read_text())) for file in files]
+        where = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": store.port}
+        forks.append(Fork(words, folder, **env, **where))
+    return [fork.finish() for fork in forks]
 
 
 def position(path):
@@ -122,7 +54,7 @@ def trained(folder):
 def script(tmp_path_factory):
     """A copy that notes what it does and stops where the test says, with dropout."""
     folder = tmp_path_factory.mktemp("copy")
-    return plant(NAME, folder, (LINEAR, DROPOUT), before_main=HOOKS)
+    return plant(NAME, folder, hooks=["preemption"])
 
 
 @pytest.fixture
@@ -145,13 +77,10 @@ def preempt(script, tmp_path):
 
 def test_sigterm_to_torchrun(runs, tmp_path):
     """As Slurm and clouds send it, in the middle of the third epoch of five."""
-    # Rank 1 waits in its step until torchrun has passed the signal on.
-    tell = "os.kill(os.getppid(), signal.SIGTERM)\n            "
-    tell += "while not self.sigterm: time.sleep(0.01)"
-    block = IN_STEP_80.format(tell)
-    script = plant(NAME, tmp_path / "copy", before_main=block)
+    script = plant(NAME, tmp_path / "copy", hooks=["in_step_80"])
     mark = uuid.uuid4().hex
-    done = run(launch(script, 5, 2), tmp_path, MARK=mark)
+    env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=ENDS, **env)
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(mark)
@@ -161,40 +90,21 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert position(tmp_path / "snapshot.pt") == (2, 1024)
     path = tmp_path / "snapshot.pt"
     done, _ = ranks(ROOT / NAME, 5, 2, "--snapshot-path", path, cwd=tmp_path)
-    line = f"resuming from {path}: 2 of 5 epochs are finished and 1024 samples of the"
-    assert f"{line} next\n" in done.stdout
+    assert f"resuming from {path}: 2 of 5 epochs are finished\n" in done.stdout
+    assert "\n1024 samples of the next epoch are trained already\n" in done.stdout
     assert re.findall(r"epoch (\d)/5", done.stdout) == ["3", "4", "5"]
     assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
 
 
-# torchrun, but that SIGKILL comes not 30 s after a process has failed but one.
-IMPATIENT = """
-from torch.distributed.elastic.multiprocessing.api import PContext
-from torch.distributed.run import main
-assert PContext.close.__defaults__ == (None, 30)
-PContext.close.__defaults__ = None, 1
-main()
-"""
-
-
 def test_a_slow_save_is_not_cut_off(tmp_path):
     """One process is told. It goes when rank 0 has saved, as torchrun then ends all."""
-    slow = """
-_save = utils.save_atomically
-def _save_slowly(*args):
-    time.sleep(4)
-    _save(*args)
-utils.save_atomically = _save_slowly
-"""
-    tell = IN_STEP_80.format("os.kill(os.getpid(), signal.SIGTERM)")
-    script = plant(NAME, tmp_path / "copy", before_main=slow + tell)
+    script = plant(NAME, tmp_path / "copy", hooks=["slow_save", "in_step_80"])
     mark = uuid.uuid4().hex
-    command = launch(script, 5, 5)
-    at = command.index("-m")
-    assert command[at + 1] == "torch.distributed.run"
-    done = run(
-        [*command[:at], "-c", IMPATIENT, *command[at + 2 :]], tmp_path, MARK=mark
-    )
+    words = real(command(script, 5, 5))
+    at = words.index("torch.distributed.run")
+    words[at - 1 : at + 1] = [IMPATIENT]
+    env = {"MARK": mark, "IN_STEP_80": "sigterm"} | environment(script, {})
+    done = run(words, tmp_path, **env)
     assert done.returncode == 1
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert not left_over(mark)
@@ -212,11 +122,11 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(script, preempt, tmp_path):
     undisturbed = ranks(script, *args, whole / "snapshot.pt", cwd=whole, P=0.1)
     assert [x.returncode for x in undisturbed] == [0, 0]
     stops = [
-        ("0 320 1", (0, 384), "starting from scratch"),
-        ("0 384 0", (0, 448), "0 of 5 epochs are finished and 384 samples of the next"),
-        ("2 1984 1", (3, 0), "0 of 5 epochs are finished and 448 samples of the next"),
-        ("3 2048 0", (4, 0), "3 of 5 epochs are finished\n"),
-        ("4 960 1", (4, 1024), "4 of 5 epochs are finished\n"),
+        ("0 320 1", (0, 384), f"{START}{path}\n0 {TRAINED}"),
+        ("0 384 0", (0, 448), f"{START}{path}\n384 {TRAINED}"),
+        ("2 1984 1", (3, 0), f"{START}{path}\n448 {TRAINED}"),
+        ("3 2048 0", (4, 0), f"3 of 5 epochs are finished\n0 {TRAINED}"),
+        ("4 960 1", (4, 1024), f"4 of 5 epochs are finished\n0 {TRAINED}"),
     ]
     outputs = []
     for told, expect, line in stops:
@@ -292,8 +202,8 @@ def snapshot_of(runs, epochs_run, samples_run):
 
 
 NEWEST = [
-    ((2, None), (2, 1024), "2 of 4 epochs are finished and 1024 samples of the next\n"),
-    ((2, 1984), (3, None), "3 of 4 epochs are finished\n"),
+    ((2, None), (2, 1024), f"2 of 4 epochs are finished\n1024 {TRAINED}"),
+    ((2, 1984), (3, None), f"3 of 4 epochs are finished\n0 {TRAINED}"),
 ]
 
 
@@ -315,7 +225,7 @@ def test_the_newest_snapshot_is_told_by_its_samples_too(
 @pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])
 def test_other_rungs_repeat_the_interrupted_epoch(runs, tmp_path, name):
     """They take what is finished: nothing, if the first epoch was interrupted."""
-    lines = {0: "starting from scratch", 2: "2 of 5 epochs are finished\n"}
+    lines = {0: START, 2: "2 of 5 epochs are finished\n"}
     for epochs_run, line in lines.items():
         path = tmp_path / f"{epochs_run}.pt"
         torch.save(snapshot_of(runs, epochs_run, 1024), path)

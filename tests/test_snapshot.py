@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 
 import pytest
@@ -13,8 +12,17 @@ import torch
 import utils
 from ladder.rungs import ROOT
 from proofs.launch import plant, train
-from proofs.processes import finish, start
+from proofs.processes import TIMEOUT_S, TimedOut
 from proofs.results import load, weights
+from proofs.warm import Fork
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimedOut("a write takes too long")
+        time.sleep(0.001)
 
 
 def test_killed_while_writing(tmp_path):
@@ -30,10 +38,10 @@ def test_killed_while_writing(tmp_path):
         if pid == 0:
             for n in range(first + 1, 10**9):
                 utils.save_atomically({"n": torch.full((2_000_000,), float(n))}, path)
-        deadline = time.monotonic() + 60
-        while os.stat(path).st_mtime_ns == before and time.monotonic() < deadline:
-            time.sleep(0.001)  # until a write has succeeded, however slow the disk
-        time.sleep(random.uniform(0, 0.03))
+        # A write has succeeded, however slow the disk, and the next one has begun.
+        wait_until(lambda before=before: os.stat(path).st_mtime_ns != before)
+        wait_until(lambda: os.path.exists(f"{path}.tmp"))
+        time.sleep(random.uniform(0, 0.01))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         interrupted += os.path.exists(f"{path}.tmp")
@@ -108,13 +116,10 @@ def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found):
     env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
     # Machines with one process each: the device goes by the local rank, which is 0.
-    note = "_get = utils.get_device\ndef noted(local_rank, *rest):\n"
-    note += "    open('device', 'w').write(str(local_rank))\n"
-    note += "    return _get(local_rank, *rest)\nutils.get_device = noted"
-    script = plant("multinode.py", tmp_path / "copy", before_main=note)
-    command = [sys.executable, script, "6", "1"]
-    workers = [start(command, x, RANK=i, **env) for i, x in enumerate(disks)]
-    first, second = [finish(worker) for worker in workers]
+    script = plant("multinode.py", tmp_path / "copy", hooks=["note_device"])
+    words = ["python", script, 6, 1]
+    workers = [Fork(words, disk, RANK=i, **env) for i, disk in enumerate(disks)]
+    first, second = [worker.finish() for worker in workers]
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
     assert [(x / "device").read_text() for x in disks] == ["0", "0"]

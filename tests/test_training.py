@@ -91,7 +91,7 @@ def test_says_what_it_does(runs, name):
         f"{nprocs} x cpu, batch {batch_size(name, 64)} each: effective batch 64,"
         " 32 steps per epoch, 2048 samples, 512 held out"
     )
-    assert second == "starting from scratch: there is no snapshot.pt"
+    assert second == "starting with epoch 1: no epoch is finished in snapshot.pt"
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
     lines = re.findall(

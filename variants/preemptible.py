@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
 
 import functools
 import gc
-import itertools
 import os
 import signal
 import time
@@ -29,7 +28,7 @@ class ResumableSampler(DistributedSampler):
     start = 0  # how many of this rank's samples are trained already
 
     def __iter__(self):
-        return itertools.islice(super().__iter__(), self.start, None)
+        return iter(list(super().__iter__())[self.start :])
 
 
 class Trainer:
@@ -63,6 +62,7 @@ class Trainer:
     def train(self, total_epochs):
         if dist.get_rank() == 0:
             utils.print_run(self, total_epochs, dist.get_world_size())
+            print(f"{self.samples_run} samples of the next epoch are trained already")
         for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
             train_loss, samples = self._run_epoch(epoch)

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.report import cpu_model
 from ladder.rungs import ROOT
-from proofs import launch, results
 
 FOLDER = ROOT / "docs" / "pictures"
 

@@ -2,8 +2,9 @@
 
 import pathlib
 
-import utils
 from hooks import replace
+
+import utils
 
 
 def note(get_device, local_rank, *rest):

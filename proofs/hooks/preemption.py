@@ -1,7 +1,8 @@
 """For preemptible.py: it notes its steps, and is told to stop at an exact place.
 
-Each rank appends the samples of each step to the file `trained`, and writes the time-out
-of the group in which ranks agree to the file `timeout`. A rank sends SIGTERM to itself
+Each rank appends the samples of each step to the file `trained`, and writes the
+time-out of the group in which ranks agree to the file `timeout`. A rank sends SIGTERM
+to itself
 
 - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
   before which all samples of the epoch are run;
@@ -17,7 +18,6 @@ import signal
 
 import torch
 import torch.distributed as dist
-
 from hooks import replace
 
 

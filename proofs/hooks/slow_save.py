@@ -2,8 +2,9 @@
 
 import time
 
-import utils
 from hooks import replace
+
+import utils
 
 
 def slowly(save_atomically, *arguments):

@@ -1,0 +1,92 @@
+"""Check one rung: its text, its tests, its chapter, and every line that it adds.
+
+    python -m proofs.check NAME            everything, in some two minutes
+    python -m proofs.check --text NAME     what only reads files, in seconds
+
+NAME is the rung's path, such as `variants/preemptible.py`. Each check is a command that
+you can type as well; the table at the end says how long each took and which ones failed.
+Exit status 1: one of them failed.
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ladder.pages import explanations
+from ladder.rungs import ROOT, RUNGS, InputError
+
+
+def checks(name, text_only):
+    """[(what it checks, command as words)] for one rung, the quickest first."""
+    stem, parent = Path(name).stem, RUNGS[name]
+    own_tests = f"tests/test_{stem}.py"
+    files = [name] + [own_tests] * (ROOT / own_tests).exists()
+    python, pytest = [sys.executable], [sys.executable, "-m", "pytest", "-q"]
+    found = [
+        ("lint", ["ruff", "check", *files]),
+        ("format", ["ruff", "format", "--check", *files]),
+        ("diff: budget, order, noise", [*pytest, "tests/test_diff.py", "-k", stem]),
+        ("chapter", [*python, "-m", "website.build", "--check", "--diffs"]),
+    ]
+    if text_only:
+        return found
+    # `-k` finds the tests that have the rung among their parameters, and its own file.
+    found.append(("tests", [*pytest, "-k", stem, "-m", "not text"]))
+    for chapter in chapters(name):
+        command = [*python, "-m", "website.build", "--check", "--only", chapter]
+        found.append((f"commands of docs/{chapter}.md", command))
+    if parent:
+        found.append(("lines", [*python, "-m", "proofs.lines", parent, name]))
+    return found
+
+
+def chapters(name):
+    """The pages in docs/ that explain the rung's diff to its parent."""
+    places = explanations().get((RUNGS[name], name), {}).values()
+    return sorted({page for page, *_ in places})
+
+
+def main(name, text_only):
+    """Run all checks, whatever fails; return the exit status."""
+    table = []
+    for what, command in checks(name, text_only):
+        print(f"== {what}: {' '.join(command)}", flush=True)
+        began = time.monotonic()
+        if command[0] == "ruff":
+            if importlib.util.find_spec("ruff") is None:
+                table.append((what, "not checked: pip install ruff", 0))
+                continue
+            command = [sys.executable, "-m", *command]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        verdict = "ok" if status == 0 else f"FAILED, exit status {status}"
+        table.append((what, verdict, time.monotonic() - began))
+    print(f"\n{name}")
+    for what, verdict, seconds in table:
+        print(f"{what:40} {seconds:6.1f} s  {verdict}")
+    return int(any(verdict.startswith("FAILED") for _, verdict, _ in table))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m proofs.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help=f"one of {', '.join(RUNGS)}")
+    parser.add_argument("--text", action="store_true", help="only read files")
+    args = parser.parse_args()
+    # A path from another folder, or a module's name, is understood as well.
+    name = os.path.relpath(args.name, ROOT) if os.path.exists(args.name) else args.name
+    if name not in RUNGS:
+        parser.error(
+            f"{args.name} is no rung: its docstring must say `Parent: multigpu.py`, or"
+            f" what else its parent is. The rungs are {', '.join(RUNGS)}"
+        )
+    try:
+        sys.exit(main(name, args.text))
+    except InputError as error:
+        parser.error(str(error))
