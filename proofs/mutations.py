@@ -78,11 +78,12 @@ class Diff:
         self.hunks = [x for x in matcher.get_opcodes() if x[0] != "equal"]
         code = {line for first, last in self.units for line in range(first, last + 1)}
         code -= self._docstring_lines()
+        changed = code - self._only_commented()
         self.added = {
             line: hunk
             for hunk in self.hunks
             for line in range(hunk[3] + 1, hunk[4] + 1)
-            if line in code and self.new[line - 1].strip()
+            if line in changed and self.new[line - 1].strip()
         }
         self.code = code
 
@@ -92,6 +93,16 @@ class Diff:
             owners.append(self.tree)
         nodes = [x.body[0] for x in owners if ast.get_docstring(x) is not None]
         return {i for x in nodes for i in range(x.lineno, x.end_lineno + 1)}
+
+    def _only_commented(self):
+        """The lines that differ from the parent's in their comments and layout only."""
+        found = set()
+        for (first, last), there in self.pairs.items():
+            new, old = self.new[first - 1 : last], self.old[there[0] - 1 : there[1]]
+            depths = {len(lines[0]) - len(lines[0].lstrip()) for lines in (new, old)}
+            if len(depths) == 1 and words_of(new) == words_of(old):
+                found |= set(range(first, last + 1))
+        return found
 
     def _pair_units(self):
         """{(first, last) of a logical line: that of the parent's it stands for}."""
@@ -164,6 +175,13 @@ def logical_lines(text):
         elif first is None and token.type not in layout:
             first = token.start[0]
     return found
+
+
+def words_of(lines):
+    """The tokens of a logical line, without comments and layout."""
+    text = "\n".join(lines).strip() + "\n"
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [x.string for x in tokens if x.type not in (tokenize.COMMENT, tokenize.NL)]
 
 
 def indented(lines, indent):
