@@ -6,6 +6,7 @@ adds. It reads no file and starts no process; proofs/lines.py runs the tests on 
 
 import ast
 import difflib
+import functools
 import io
 import re
 import tokenize
@@ -50,6 +51,7 @@ def mutants(parent, child):
     return sorted(found.values(), key=lambda mutant: (mutant.line, mutant.what))
 
 
+@functools.cache
 def meaning(text):
     """A program without its comments and layout, or None if it does not compile."""
     try:
@@ -71,7 +73,8 @@ class Diff:
     def __init__(self, parent, child):
         self.parent, self.child = parent, child
         self.old, self.new = parent.split("\n"), child.split("\n")
-        self.old_tree, self.tree = ast.parse(parent), ast.parse(child)
+        self.tree = ast.parse(child)
+        self.old_calls, self.calls = [*calls(ast.parse(parent))], [*calls(self.tree)]
         self.old_units, self.units = logical_lines(parent), logical_lines(child)
         self.pairs = self._pair_units()
         matcher = difflib.SequenceMatcher(None, self.old, self.new, autojunk=False)
@@ -344,7 +347,7 @@ def arguments(diff):
     """The attempt to take out each argument that is added or changed."""
     source = Source(diff.child)
     old_source = Source(diff.parent)
-    for call in calls(diff.tree):
+    for call in diff.calls:
         same = parents_call(diff, call)
         for argument in in_order(call):
             lines = range(argument.lineno, argument.end_lineno + 1)
@@ -393,15 +396,12 @@ def parents_call(diff, call):
         return None
     name = ast.dump(call.func)
 
-    def of_that_name(tree, first, last):
-        return [
-            x
-            for x in calls(tree)
-            if first <= x.lineno <= last and ast.dump(x.func) == name
-        ]
+    def of_that_name(calls, first, last):
+        there = [x for x in calls if first <= x.lineno <= last]
+        return [x for x in there if ast.dump(x.func) == name]
 
-    number = of_that_name(diff.tree, *line).index(call)
-    there = of_that_name(diff.old_tree, *diff.pairs[line])
+    number = of_that_name(diff.calls, *line).index(call)
+    there = of_that_name(diff.old_calls, *diff.pairs[line])
     return there[number] if number < len(there) else None
 
 

@@ -1,5 +1,6 @@
 """Mutants take out what they should, and the proof that uses them can fail."""
 
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, edit
 from ladder.rungs import EDGES, ROOT
-from proofs import lines
+from proofs.lines import about, is_of, rung_tests
 from proofs.mutations import meaning, mutants
 from proofs.warm import Fork
 
@@ -167,33 +168,38 @@ def test_an_argument_alone_may_be_added():
 # Mutants of the rungs
 
 
+@functools.cache
+def of_edge(parent, child):
+    """The mutants of a rung."""
+    return mutants(*[(ROOT / name).read_text() for name in (parent, child)])
+
+
 @pytest.mark.parametrize(("parent", "child"), EDGES)
 def test_no_mutant_equals_the_child_or_another(parent, child):
-    texts = [(ROOT / name).read_text() for name in (parent, child)]
-    meanings = [meaning(x.text) for x in mutants(*texts)]
+    meanings = [meaning(x.text) for x in of_edge(parent, child)]
     assert None not in meanings, "one does not compile"
-    assert meaning(texts[1]) not in meanings
+    assert meaning((ROOT / child).read_text()) not in meanings
     assert len({*meanings}) == len(meanings)
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)
 def test_every_line_that_is_only_taken_away_is_put_back(parent, child):
-    texts = [(ROOT / name).read_text() for name in (parent, child)]
-    back = [x for x in mutants(*texts) if x.kind == "put back"]
+    back = [x for x in of_edge(parent, child) if x.kind == "put back"]
     assert len(back) == len([x for x in hunks(parent, child) if not x.added])
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)
 def test_every_added_line_is_taken_out_once(parent, child):
     """No line of the diff is left out of the proof."""
-    texts = [(ROOT / name).read_text() for name in (parent, child)]
-    cases = [x.text.splitlines() for x in mutants(*texts) if x.kind != "argument"]
+    lines = (ROOT / child).read_text().splitlines()
+    found = [x for x in of_edge(parent, child) if x.kind != "argument"]
+    cases = [mutant.text.splitlines() for mutant in found]
     added = [x[1:] for x in changed_lines(parent, child) if x[0] == "+"]
     for line in added:
         if line.strip().startswith("#") or line.strip() in {'"""', ")"}:
             continue
         without = [text for text in cases if line not in text]
-        several = texts[1].splitlines().count(line) > 1
+        several = lines.count(line) > 1
         assert without or several, f"{child}: {line!r} is never taken out"
 
 
@@ -286,24 +292,24 @@ def kept(out, count):
 
 def test_tests_of_other_rungs_are_left_out():
     probe = "tests/test_probe.py::test_samples_of_a_step"
-    assert lines.about(f"{probe}[multigpu.py-2]", "multigpu.py")
-    assert lines.about(f"{probe}[multigpu.py-multinode.py]", "multigpu.py")
-    assert lines.about(probe, "multigpu.py"), "it names none"
-    assert not lines.about(f"{probe}[multinode.py-2]", "multigpu.py")
+    assert about(f"{probe}[multigpu.py-2]", "multigpu.py")
+    assert about(f"{probe}[multigpu.py-multinode.py]", "multigpu.py")
+    assert about(probe, "multigpu.py"), "it names none"
+    assert not about(f"{probe}[multinode.py-2]", "multigpu.py")
     other = "tests/test_preemptible.py::test_multinode"
-    assert lines.about(other, "multinode.py")
-    assert not lines.about(other, "multigpu.py")
-    assert lines.about(other, "utils.py"), "all rungs import it"
+    assert about(other, "multinode.py")
+    assert not about(other, "multigpu.py")
+    assert about(other, "utils.py"), "all rungs import it"
 
 
 def test_a_chapter_names_a_file_or_a_function():
     test = "tests/test_probe.py::test_one_rank_prints[multigpu.py-2]"
-    assert lines.is_of(test, "tests/test_probe.py")
-    assert lines.is_of(test, "tests/test_probe.py::test_one_rank_prints")
-    assert not lines.is_of(test, "tests/test_probe.py::test_one_rank")
+    assert is_of(test, "tests/test_probe.py")
+    assert is_of(test, "tests/test_probe.py::test_one_rank_prints")
+    assert not is_of(test, "tests/test_probe.py::test_one_rank")
 
 
 def test_the_tests_of_rungs_are_those_that_chapters_name():
-    files = lines.rung_tests()
+    files = rung_tests()
     assert {"tests/test_probe.py", "tests/test_training.py"} <= {*files}
     assert "tests/test_docs.py" not in files
