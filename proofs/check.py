@@ -4,7 +4,7 @@
     python -m proofs.check --text NAME     what only reads files, in seconds
 
 NAME is the rung's path, such as `variants/preemptible.py`. Each check is a command that
-you can type as well; the table at the end says how long each took and which ones failed.
+you can type as well. The table at the end says how long each took and which failed.
 Exit status 1: one of them failed.
 """
 
@@ -23,8 +23,10 @@ from ladder.rungs import ROOT, RUNGS, InputError
 def checks(name, text_only):
     """[(what it checks, command as words)] for one rung, the quickest first."""
     stem, parent = Path(name).stem, RUNGS[name]
+    files = [name]
     own_tests = f"tests/test_{stem}.py"
-    files = [name] + [own_tests] * (ROOT / own_tests).exists()
+    if (ROOT / own_tests).exists():
+        files.append(own_tests)
     python, pytest = [sys.executable], [sys.executable, "-m", "pytest", "-q"]
     found = [
         ("lint", ["ruff", "check", *files]),

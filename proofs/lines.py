@@ -1,235 +1,430 @@
 """Every line earns its place: take one out, and a test fails.
 
-    python -m proofs.lines [--jobs N] [PARENT CHILD]
+    python -m proofs.lines [--jobs N] [PARENT CHILD | utils.py] [--only TEXT]
 
-Takes each statement that a rung's diff adds back out again, one at a time, runs the
-tests on what is left, and prints which of them fails. A statement that replaces one of
-the parent's becomes that one again; an `if` goes with its body, and also alone; a
-function goes whole, and statement by statement; lines that are only taken away are put
-back. Tests marked `text` do not count: they compare files, and so fail for any line.
+Takes each statement, each block's header and each argument that a rung's diff adds back
+out again, one at a time (proofs/mutations.py), runs the tests on what is left, and
+prints which of them fails. With `utils.py`, all of it counts as added. Without names it
+does all rungs.
 
 The tests that the line's explanation names run first, and one of them must fail: else
-the chapter is wrong. Exit status 1 if no test fails, or none that is named. Run pytest
-first: a test that fails without a line says something only if it passes with it.
+the chapter is wrong. If none of them fails, the other tests of rungs run too. Tests
+marked `text` do not count, because they compare files and so fail for any line. Nor do
+tests whose names have other rungs in them only: they never run this one.
+
+Before tests run on what is left, they run on the rung as it is, as a control: a test
+that fails without a line says something only if it passes with it. A test that times
+out is no verdict: the others decide, and if none of them fails, it is TIMED OUT.
+
+Lines of proofs/survivors.txt justify what no test can miss: `FILE: WHAT — REASON`. Exit
+status 1 if anything else survives, if a line of that file is not needed, at a time-out
+and if the control fails. The logs of those cases are kept.
 """
 
 import argparse
-import ast
-import difflib
-import itertools
+import contextlib
+import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 from ladder.diffs import hunks
-from ladder.rungs import EDGES, ROOT
-from website.build import named_tests as explained_by
+from ladder.files import copy_tree
+from ladder.pages import named_tests
+from ladder.rungs import EDGES, ROOT, RUNGS
+from proofs import processes, warm
+from proofs.mutations import Mutant, mutants
 
-# The quickest to miss a line first. What is not named here comes last.
-FIRST = ["diff", "probe", "input", "failure", "snapshot"]
-NEVER = ["docs", "lines", "pictures", "site", "convert", "hosts", "hangs", "preflight"]
-NEVER += ["cluster", "chaos", "slurm"]  # they test no rung, or take too long
-
-
-def nearest(text, candidates):
-    """The line of the parent that `text` stands for now, or None."""
-    ratios = [(difflib.SequenceMatcher(None, text, x).ratio(), x) for x in candidates]
-    ratio, line = max(ratios, default=(0, None))
-    return line if ratio > 0.6 else None
+UTILS = "", "utils.py"  # has no parent: all of it is added
+OURS = {"ladder", "proofs", "benchmarks", "website", "tests", "utils", "hooks"}
+OURS |= {"variants"}  # what a fork imports again, from its copy
+WAIT_S = "60"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
+LIMIT_S = 600  # for all tests of one mutant
 
 
-def mutations(parent, child):
-    """[(line number, what is taken out, the text without it)] of two files' texts."""
-    old, new = parent.splitlines(), child.splitlines()
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    put_back = []  # (index in the child, lines that are only the parent's)
-    replaced, hunks = {}, {}  # by an added line's number: the parent's lines, the hunk
-    for _, i1, i2, j1, j2 in matcher.get_opcodes():
-        if j1 == j2 and i1 < i2:
-            put_back.append((j1, old[i1:i2]))
-        if old[i1:i2] != new[j1:j2]:
-            gone = [x.strip() for x in old[i1:i2] if x.strip()]
-            replaced |= {j + 1: gone for j in range(j1, j2) if new[j].strip()}
-            hunks |= {j + 1: (j1 + 1, j2, old[i1:i2]) for j in range(j1, j2)}
-    found = {}
+class Task(NamedTuple):
+    """Tests to run on a copy of the tree, in which `mutant` is the file that it is of.
 
-    def without(first, last, lines):
-        text = "\n".join([*new[: first - 1], *lines, *new[last:]]) + "\n"
-        try:
-            ast.parse(text)
-        except SyntaxError:
-            return False
-        what = " ".join(x.strip() for x in new[first - 1 : last])
-        found.setdefault(text, (first, what))
-        return True
-
-    def take_out(first, last):
-        indent = re.match(" *", new[first - 1])[0]
-        gone = [x for line in range(first, last + 1) for x in replaced.get(line, [])]
-        stands_for = nearest(" ".join(x.strip() for x in new[first - 1 : last]), gone)
-        if stands_for and without(first, last, [indent + stands_for]):
-            return
-        if not without(first, last, [f"{indent}pass"]):  # then its hunk as a whole
-            assert without(*hunks[first]), f"cannot take out line {first}"
-
-    covered = set()
-    for node in ast.walk(ast.parse(child)):
-        for decorator in getattr(node, "decorator_list", []):
-            if decorator.lineno in replaced:
-                without(decorator.lineno, decorator.lineno, [])
-                covered.add(decorator.lineno)
-        if not isinstance(node, ast.stmt):
-            continue
-        lines = range(node.lineno, node.end_lineno + 1)
-        if not all(line in replaced or not new[line - 1].strip() for line in lines):
-            continue
-        take_out(lines[0], lines[-1])
-        covered |= set(lines)
-        if isinstance(node, ast.If):
-            body = new[node.body[0].lineno - 1 : node.end_lineno]
-            indent = re.match(" *", new[node.lineno - 1])[0]
-            body = textwrap.indent(textwrap.dedent("\n".join(body)), indent)
-            without(lines[0], lines[-1], body.splitlines())
-    for line in sorted(set(replaced) - covered):  # a header or the like
-        take_out(line, line)
-    for at, lines in put_back:
-        text = "\n".join([*new[:at], *lines, *new[at:]]) + "\n"
-        found[text] = at + 1, f"(put back) {' '.join(x.strip() for x in lines)}"
-    cases = [(line, what, text) for text, (line, what) in found.items()]
-    return sorted(cases, key=lambda case: case[:2])
-
-
-def test_files(root):
-    """The files of the rungs' tests, the quickest to fail first."""
-    files = {x.stem.removeprefix("test_"): x for x in root.glob("tests/test_*.py")}
-    others = sorted({*files} - {*FIRST, *NEVER})
-    return [str(files[x].relative_to(root)) for x in [*FIRST, *others]]
-
-
-def named_tests(parent, child, line):
-    """The tests that are named where the chapters explain this line of the child."""
-    for hunk in hunks(parent, child):
-        if hunk.new_start <= line < hunk.new_start + max(1, len(hunk.added)):
-            return explained_by(parent, child)[hunk.number]
-    raise AssertionError(f"{child}:{line} is in no hunk")
-
-
-def start_tests(root, child, log, groups):
-    """Fork a pytest run (torch is imported already) on the tree at `root`.
-
-    Of the groups of tests, the second runs only if nothing in the first fails.
+    mutant: None for a control. tests: as pytest takes them. but_not: ids to leave out.
     """
-    stem = Path(child).stem
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    for fd in (1, 2):
-        os.dup2(os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), fd)
-    status = 3
-    try:
-        os.environ["TEST_TIMEOUT_S"] = "60"
-        os.chdir(root)
-        ours = r"(tests|docs|utils)($|\.)"
-        for name in [x for x in sys.modules if re.match(ours, x)]:
-            del sys.modules[name]
-        sys.path.insert(0, str(root))
-        import pytest
 
-        options = [
-            "-x",
-            "-q",
-            "-m",
-            "not text",
-            "-p",
-            "no:cacheprovider",
-            f"--basetemp={root}/.basetemp",
+    mutant: Mutant | None
+    tests: list
+    but_not: list
+
+
+class Outcome(NamedTuple):
+    """The tests by their ids, and the seconds on the clock and of the processors."""
+
+    selected: list
+    failed: list
+    timed_out: list
+    seconds: float
+    cpu_s: float
+    log: Path
+
+
+# In the fork: pytest
+
+
+class Judge:
+    """A plugin for pytest: which tests run, in which order, and what counts as failed.
+
+    It leaves out `but_not` and the tests of other rungs than `child`. The first failure
+    stops it, but not in a control. A time-out is noted and does not stop it.
+    """
+
+    def __init__(self, child, task, time_out):
+        self.child, self.task, self.time_out = child, task, time_out
+        self.selected, self.failed, self.timed_out = [], [], []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        tests = {item.nodeid for item in items} - {*self.task.but_not}
+        items[:] = [
+            x for x in items if x.nodeid in tests and about(x.nodeid, self.child)
         ]
-        # Of each group first the tests that name this rung, then all the others.
-        which = [stem, f"not {stem}"]
-        for tests, names in itertools.product(filter(None, groups), which):
-            status = pytest.main([*options, "-k", names, *tests])
-            if status == pytest.ExitCode.TESTS_FAILED:
-                break
-    finally:
+        items.sort(key=lambda item: self.child not in rungs_in(item.nodeid))
+        self.selected = [item.nodeid for item in items]
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if report.failed:
+            if isinstance(call.excinfo.value, self.time_out):
+                self.timed_out.append(item.nodeid)
+            else:
+                self.failed.append(item.nodeid)
+                if self.task.mutant:
+                    item.session.shouldstop = "a test has failed"
+        return report
+
+
+def rungs_in(test):
+    """The rungs whose names stand in a test's id."""
+    return {
+        name
+        for name in RUNGS
+        if re.search(rf"(?<![a-z]){Path(name).stem}(?![a-z])", test)
+    }
+
+
+def about(test, child):
+    """Whether a test can say anything about `child`, a rung or utils.py."""
+    named = rungs_in(test)
+    return child in named or not named or child not in RUNGS
+
+
+def run_tests(root, child, task, answer):
+    """Run pytest in this process, on the tree at `root`, and write the `answer`."""
+    os.environ.setdefault("TEST_TIMEOUT_S", WAIT_S)
+    os.chdir(root)
+    fresh_threads = warm.FRESH_THREADS
+    for name in [x for x in sys.modules if x.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    sys.path[:] = [str(root), *(x for x in sys.path if x not in ("", str(ROOT)))]
+    from proofs import processes as copied_processes
+    from proofs import warm as copied_warm
+
+    # This process has one thread already, which the copy took for a new one's number.
+    copied_warm.FRESH_THREADS = fresh_threads
+    judge = Judge(child, task, copied_processes.TimedOut)
+    options = ["-q", "-m", "not text", "-p", "no:cacheprovider"]
+    options.append(f"--basetemp={root}/.basetemp")
+    if task.tests:  # without any, pytest would run all that it finds
+        status = pytest.main([*options, *task.tests], plugins=[judge])
+        if status == pytest.ExitCode.USAGE_ERROR:  # a test is not there, for one
+            judge.failed.append("pytest")
+    answer.write_text(json.dumps([judge.selected, judge.failed, judge.timed_out]))
+
+
+# Forks
+
+
+class Forks:
+    """Runs tasks in forks of this process, which has imported torch already.
+
+    root: of the tree to copy. child: the file that the tasks are about.
+    """
+
+    def __init__(self, root, child, jobs):
+        self.root, self.child, self.jobs = root, child, jobs
+        self.folder = Path(tempfile.mkdtemp(prefix="lines-"))
+        self.count = 0
+        self.running = {}  # {pid: (task, its folder, when it began)}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.running:
+            kill_family(pid)
+        for folder in self.folder.glob("*/"):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there are logs in it
+            self.folder.rmdir()
+
+    def run(self, tasks):
+        """Yield (task, Outcome) as they end."""
+        tasks = list(tasks)
+        while tasks or self.running:
+            while tasks and len(self.running) < self.jobs:
+                self.start(tasks.pop(0))
+            yield self.wait()
+
+    def start(self, task):
+        self.count += 1
+        folder = self.folder / f"{self.count:03}"
+        copy_tree(folder, self.root)
+        if task.mutant:
+            (folder / self.child).write_text(task.mutant.text)
         sys.stdout.flush()
-        os._exit(int(status))
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            self.running[pid] = task, folder, time.monotonic()
+            return
+        try:
+            os.setsid()
+            log = open(f"{folder}.log", "w", buffering=1)  # noqa: SIM115
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+            sys.stdout = sys.stderr = log
+            run_tests(folder, self.child, task, folder / ".answer")
+        finally:
+            log.flush()
+            os._exit(0)
+
+    def wait(self):
+        """(task, Outcome) of the next that ends, or that is ended at its limit."""
+        while True:
+            for pid, (task, folder, began) in self.running.items():
+                seconds, log = time.monotonic() - began, Path(f"{folder}.log")
+                ended, _, usage = os.wait4(pid, os.WNOHANG)
+                if not ended and seconds > LIMIT_S:
+                    kill_family(pid)
+                    _, _, usage = os.wait4(pid, 0)
+                    facts = [], [], [f"all tests within {LIMIT_S} s"]
+                elif ended and (folder / ".answer").exists():
+                    facts = json.loads((folder / ".answer").read_text())
+                elif ended:
+                    raise RuntimeError(f"pytest did not get to run the tests: {log}")
+                else:
+                    continue
+                del self.running[pid]
+                shutil.rmtree(folder)
+                cpu_s = usage.ru_utime + usage.ru_stime
+                return task, Outcome(*facts, seconds, cpu_s, log)
+            time.sleep(0.02)
 
 
-def copy_tree(root, to):
-    """Copy what git knows of, and what it does not ignore."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(
-        command, cwd=root, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    for name in names:
-        if (root / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(root / name, to / name)
+def kill_family(pid):
+    """End a process and all that come from it, in whatever sessions they are."""
+    for member in [pid, *processes.descendants(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
-def missing_test(log):
-    """The first test that failed, as pytest's summary names it."""
-    match = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", log.read_text(), re.M)
-    return match and match[1]
+# The proof
 
 
-def main(edges, jobs, only=None, names=None, root=ROOT):
-    """Run all mutations of `edges`; return those that no test misses."""
-    todo, running, survivors = [], {}, []
-    for parent, child in edges:
-        texts = [(root / name).read_text() for name in (parent, child)]
-        todo += [(parent, child, *case) for case in mutations(*texts)]
-    todo = [x for x in todo if only is None or only in x[3]]
-    print(f"{len(todo)} statements to take out, one at a time")
-    while todo or running:
-        while todo and len(running) < jobs:
-            case = todo.pop(0)
-            folder = Path(tempfile.mkdtemp(prefix="lines-"))
-            copy_tree(root, folder)
-            (folder / case[1]).write_text(case[4])
-            files = [
-                x for x in test_files(folder) if not names or Path(x).stem in names
-            ]
-            named = named_tests(*case[:3]) if not names else []
-            pid = start_tests(folder, case[1], folder / ".log", [named, files])
-            running[pid] = case, named, folder, time.monotonic()
-        pid, _ = os.wait()
-        (_, child, line, what, _), named, folder, began = running.pop(pid)
-        test = missing_test(folder / ".log")
-        seconds = time.monotonic() - began
-        where, verdict = f"{child}:{line}", test or "NO TEST MISSES IT"
-        if test and named and not test.startswith(tuple(named)):
-            verdict, test = f"NONE THAT ITS CHAPTER NAMES, BUT {test}", None
-        print(f"{where:18} {what[:70]:70} {verdict} ({seconds:.0f} s)", flush=True)
-        if not test:
-            survivors.append((child, line, what))
-        shutil.rmtree(folder)
-    return survivors
+class Proof:
+    """What is to be shown about one file; `bad` is what speaks against it."""
+
+    def __init__(self, edge, root, only, names):
+        self.edge, self.names = edge, names
+        self.child = edge[1]
+        texts = [(root / name).read_text() if name else "" for name in edge]
+        self.mutants = mutants(*texts)
+        self.chosen = [mutant for mutant in self.mutants if only in mutant.what]
+        self.files = [f"tests/{name}.py" for name in names or []] or rung_tests()
+        self.named = self.named_by_line()
+        self.outcomes = {}  # {mutant: Outcome} of those that the named tests let pass
+        self.justified = set()  # what survives, as survivors.txt says
+        self.bad = []
+        self.cpu_s = 0
+
+    def named_by_line(self):
+        """{line of the child: the tests that its explanation names}.
+
+        Where no chapter is asked (utils.py, tests given by hand) any test counts.
+        """
+        if self.names or self.edge == UTILS:
+            return {mutant.line: self.files for mutant in self.mutants}
+        tests = named_tests(*self.edge)
+        return {
+            hunk.new_start + i: tests[hunk.number]
+            for hunk in hunks(*self.edge)
+            for i in range(max(1, len(hunk.added)))
+        }
+
+    def show(self, forks):
+        """Run it all. Returns whether nothing speaks against it."""
+        named = {test for mutant in self.chosen for test in self.named[mutant.line]}
+        if not self.control(forks, named):
+            return False
+        tasks = [Task(mutant, self.named[mutant.line], []) for mutant in self.chosen]
+        unmissed = {}
+        for task, outcome in self.run(forks, tasks):
+            if outcome.failed:
+                self.say(task.mutant, outcome.failed[0], [outcome])
+            else:
+                unmissed[task.mutant] = [outcome]
+        rest = sorted({*self.files} - named)
+        if unmissed and rest:
+            if not self.control(forks, rest):
+                return False
+            tasks = [Task(x, rest, unmissed[x][0].selected) for x in unmissed]
+            for task, outcome in self.run(forks, tasks):
+                unmissed[task.mutant].append(outcome)
+        for mutant, outcomes in unmissed.items():
+            self.judge(mutant, outcomes)
+        self.bad += self.not_needed()
+        return not self.bad
+
+    def run(self, forks, tasks):
+        for task, outcome in forks.run(tasks):
+            self.cpu_s += outcome.cpu_s
+            yield task, outcome
+
+    def control(self, forks, tests):
+        """Whether these tests pass on the tree as it is; says so if not."""
+        by_file = {}
+        for test in sorted(tests):
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        tasks = [Task(None, of_file, []) for of_file in by_file.values()]
+        selected, failures = [], []
+        for _, outcome in self.run(forks, tasks):
+            selected += outcome.selected
+            wrong = [f"{test} fails" for test in outcome.failed]
+            wrong += [f"{test} TIMED OUT" for test in outcome.timed_out]
+            if wrong:
+                failures.append(f"{', '.join(wrong)}: {outcome.log}")
+            else:
+                outcome.log.unlink()
+        for test in tests:
+            if not failures and not any(is_of(x, test) for x in selected):
+                failures.append(f"{test} is no test of {self.child}, or is left out")
+        print(f"{self.child}: the control has {len(selected)} tests", flush=True)
+        for failure in failures:
+            print(f"The control fails, nothing is taken out: {failure}")
+        return not failures
+
+    def judge(self, mutant, outcomes):
+        """Say what became of a mutant that the first tests have not missed."""
+        failed = [test for outcome in outcomes for test in outcome.failed]
+        timed_out = [test for outcome in outcomes for test in outcome.timed_out]
+        reason = survivors().get((self.child, mutant.what))
+        if failed:
+            verdict = f"NONE THAT ITS CHAPTER NAMES, BUT {failed[0]}"
+        elif timed_out:
+            verdict = f"TIMED OUT: {', '.join(timed_out)}"
+        elif reason:
+            self.justified.add(mutant.what)
+            self.say(mutant, f"survives: {reason}", outcomes)
+            return
+        else:
+            verdict = "NO TEST MISSES IT"
+        self.bad.append(self.say(mutant, verdict, outcomes, keep=True))
+
+    def say(self, mutant, verdict, outcomes, keep=False):
+        """Print one line, and return it with the logs' names if they are kept."""
+        line = f"{self.child}:{mutant.line}"
+        line = f"{line:18} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        cpu_s = sum(outcome.cpu_s for outcome in outcomes)
+        print(f"{line} ({seconds:.0f} s, {cpu_s:.1f} CPU s)", flush=True)
+        for outcome in outcomes:
+            if keep:
+                line += f"\n    {outcome.log}"
+            else:
+                outcome.log.unlink()
+        return line
+
+    def not_needed(self):
+        """The lines of survivors.txt whose mutants do not exist or do not survive."""
+        wrong = []
+        for (file, what), reason in survivors().items():
+            if file != self.child:
+                continue
+            if what not in [mutant.what for mutant in self.mutants]:
+                wrong.append(f"survivors.txt: {what} — {reason}: not in {file}")
+            elif what in [x.what for x in self.chosen] and what not in self.justified:
+                wrong.append(f"survivors.txt: {what} — {reason}: does not survive")
+        return wrong
+
+
+def is_of(test, named):
+    """Whether the id `test` is of what a chapter names: a file or a function."""
+    return test == named or test.startswith((f"{named}::", f"{named}["))
+
+
+def rung_tests():
+    """The files of the rungs' tests: those that the explanations of diffs name."""
+    named = [
+        x for edge in EDGES for tests in named_tests(*edge).values() for x in tests
+    ]
+    return sorted({test.partition("::")[0] for test in named})
+
+
+def survivors():
+    """{(file, what is taken out): why no test can miss it}, from survivors.txt."""
+    found = {}
+    path = Path(__file__).with_name("survivors.txt")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line and not line.startswith("#"):
+            file, _, rest = line.partition(": ")
+            what, _, reason = rest.partition(" — ")
+            assert reason, f"{path.name}: {line!r} gives no reason"
+            found[file, what] = reason
+    return found
+
+
+def prove(edge, root=ROOT, jobs=2, only="", names=None):
+    """Run all mutants of one edge, and print what is found: whether all is well."""
+    began = time.monotonic()
+    proof = Proof(edge, root, only, names)
+    kinds = [mutant.kind for mutant in proof.chosen]
+    counts = [f"{kinds.count(kind)} of {kind}" for kind in sorted({*kinds})]
+    print(f"{proof.child}: {len(kinds)} mutants: {', '.join(counts)}", flush=True)
+    with Forks(root, proof.child, jobs) as forks:
+        fine = proof.show(forks)
+    seconds = time.monotonic() - began
+    print(f"{proof.child}: {seconds:.0f} s with {jobs} jobs, {proof.cpu_s:.0f} CPU s")
+    for line in proof.bad:
+        print(line)
+    print(f"{proof.child}: {len(proof.bad)} speak against the proof", flush=True)
+    return fine
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("edge", nargs="*", metavar="PARENT CHILD")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="PARENT CHILD", help="or utils.py")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at once")
-    parser.add_argument("--only", help="only statements with this text in them")
+    parser.add_argument("--only", default="", help="only what has this text in it")
     parser.add_argument("--tests", nargs="*", help="only these, such as test_diff")
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args()
-    if args.edge and tuple(args.edge) not in EDGES:
-        parser.error(f"the edges are {', '.join(map(' '.join, EDGES))}")
+    if args.names == ["utils.py"]:
+        edges = [UTILS]
+    elif args.names and tuple(args.names) not in EDGES:
+        parser.error(f"the edges are {', '.join(map(' '.join, EDGES))}, or utils.py")
+    else:
+        edges = [tuple(args.names)] if args.names else EDGES
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    import torch
-    import torch._dynamo  # noqa: F401  once here, not in each fork
-
-    torch.set_num_threads(1)
-    edges = [tuple(args.edge)] if args.edge else EDGES
-    survivors = main(edges, args.jobs, args.only, args.tests, args.root)
-    print(f"{len(survivors)} statements that no test misses, or not the one named")
-    sys.exit(1 if survivors else 0)
+    fine = [prove(x, args.root, args.jobs, args.only, args.tests) for x in edges]
+    sys.exit(0 if all(fine) else 1)

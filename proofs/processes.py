@@ -88,3 +88,16 @@ def left_over(mark, patience_s=20):
     while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
+
+
+def descendants(pid):
+    """The processes that come from process `pid`, as far as their parents still run."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            after_name = path.read_text().rpartition(")")[2].split()
+            children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found

@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
+import types
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
 # Modules that a copy of the repository has as well: each program imports its own.
-OF_A_COPY = ("utils", "hooks", "variants")
+OF_A_COPY = ("utils", "hooks", "variants", "ladder", "proofs", "website")
 
 
 def become(words):
@@ -125,8 +125,12 @@ def run_main(script, arguments, is_module):
     sys.argv = [str(script), *arguments]
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(str(script), run_name="__main__")
+        return
+    # As Python does it: the path is absolute in tracebacks, and argv has it as typed.
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(script)
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), main.__file__, "exec"), vars(main))
 
 
 class Fork:
@@ -147,7 +151,8 @@ class Fork:
             os.dup2(self.out.fileno(), 1)
             os.dup2(self.err.fileno(), 2)
             os.chdir(cwd)
-            exit_as(words, environment)
+            words = [str(word) for word in words]
+            exit_as(functools.partial(become, words), environment)
 
     def finish(self, timeout_s=None):
         """Wait for its end: Done. If it hangs, end its session and raise TimedOut."""
@@ -171,8 +176,8 @@ class Fork:
         return Done(os.waitstatus_to_exitcode(status), *texts)
 
 
-def exit_as(words, environment):
-    """In a fork: become the program, then exit with its status. Never returns."""
+def exit_as(program, environment):
+    """In a fork: call `program`, then exit with its status. Never returns."""
     status = 1
     try:
         # Objects of the parent's on these numbers must not be closed by the collector.
@@ -184,14 +189,14 @@ def exit_as(words, environment):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            become([str(word) for word in words])
+            program()
             status = 0
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             status = end.code if isinstance(end.code, int) else bool(end.code)
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # torch.distributed's names the rank
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

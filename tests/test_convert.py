@@ -3,16 +3,17 @@
 import json
 import os
 import re
-import sys
 import uuid
 
 import pytest
 import torch
 
 from ladder.rungs import ROOT
+from proofs import launch
 from proofs.launch import plant, run_script
 from proofs.processes import left_over, run
 from proofs.results import load, same_bits, shape_of, weights
+from proofs.warm import Fork
 
 BEFORE, STEP1, STEP2, AFTER = (
     f"docs/convert/{name}.py" for name in ("before", "step1", "step2", "after")
@@ -24,9 +25,21 @@ linux = pytest.mark.skipif(
 )
 
 
-def torchrun(script, cwd, nprocs=2, **env):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return run([*command, f"--nproc-per-node={nprocs}", str(script)], cwd, **env)
+def alone(script, cwd):
+    """Done of a script that is one process.
+
+    It has one thread, as torchrun gives to each of several processes: these small
+    convolutions gain nothing from more, and wait long where others compute.
+    """
+    return run_script(script, cwd=cwd, OMP_NUM_THREADS=1)
+
+
+def torchrun(script, cwd, nprocs=2, real="", **env):
+    """Done of a script under torchrun; `real` as `proofs.launch.launch` has it."""
+    words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}", str(script)]
+    if real:
+        return run(launch.real(words), cwd, **env)
+    return Fork(words, cwd, **env).finish()
 
 
 def curve(done):
@@ -37,22 +50,11 @@ def curve(done):
     return [(float(loss), float(accuracy)) for _, loss, accuracy in lines]
 
 
-def with_changes(name, folder, *changes):
-    """A copy of a script with texts replaced, each of which is there once."""
-    text = (ROOT / name).read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, f"{name} has {old!r} {text.count(old)} times"
-        text = text.replace(old, new)
-    path = folder / os.path.basename(name)
-    path.write_text(text)
-    return path
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """(folder, Done) of step2.py: one process, batch 64."""
     folder = tmp_path_factory.mktemp("one")
-    return folder, run_script(ROOT / STEP2, cwd=folder)
+    return folder, alone(ROOT / STEP2, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("name", [BEFORE, STEP1])
 def test_before_learns(name, tmp_path):
     """As it stands, unseeded. step1.py is the same, but for its indentation."""
-    assert curve(run_script(ROOT / name, cwd=tmp_path))[-1][1] > 0.5
+    assert curve(alone(ROOT / name, cwd=tmp_path))[-1][1] > 0.5
     assert list(load(tmp_path / "stripes_model.pt"))[0] == "0.weight"
     assert os.listdir(tmp_path) == ["stripes_model.pt"]
 
@@ -73,7 +75,7 @@ def test_before_learns(name, tmp_path):
 def test_only_the_order_is_new_in_step2(one, tmp_path):
     """before.py, seeded and in step2.py's order, prints its numbers to the digit."""
     order = "sampler = torch.utils.data.RandomSampler(train_set, generator=G)\n"
-    script = with_changes(
+    script = plant(
         BEFORE,
         tmp_path,
         ("\ndevice = ", "\ntorch.manual_seed(0)\nG = torch.Generator()\ndevice = "),
@@ -81,7 +83,7 @@ def test_only_the_order_is_new_in_step2(one, tmp_path):
         ("shuffle=True", "sampler=sampler, drop_last=True"),
         ("(EPOCHS):\n", "(EPOCHS):\n    G.manual_seed(epoch)\n"),
     )
-    assert curve(run_script(script, cwd=tmp_path)) == curve(one[1])
+    assert curve(alone(script, cwd=tmp_path)) == curve(one[1])
 
 
 def test_two_processes_train_as_one(one, two):
@@ -109,40 +111,23 @@ def test_a_kill_in_a_write_leaves_the_last_snapshot(tmp_path):
     save = "        torch.save(snapshot, file)\n"
     half = 'file.write(b"half"), file.flush(), os.kill(os.getpid(), 9)'
     die = f'        if snapshot["EPOCHS_RUN"] == 3:\n            {half}\n'
-    for name in ("whole", "copy"):
-        (tmp_path / name).mkdir()
-    whole = with_changes(STEP2, tmp_path / "whole", dropout)
-    assert run_script(whole, cwd=whole.parent).returncode == 0
-    script = with_changes(STEP2, tmp_path / "copy", dropout, (save, die + save))
-    assert run_script(script, cwd=tmp_path).returncode == -9
+    whole = plant(STEP2, tmp_path / "whole", dropout)
+    assert alone(whole, cwd=whole.parent).returncode == 0
+    script = plant(STEP2, tmp_path / "copy", dropout, (save, die + save))
+    assert alone(script, cwd=tmp_path).returncode == -9
     assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == 2
-    done = run_script(whole, cwd=tmp_path)
+    done = alone(whole, cwd=tmp_path)
     assert "resuming: 2 of 5 epochs are finished" in done.stdout
     assert same_bits(load(tmp_path / SNAPSHOT), load(whole.parent / SNAPSHOT))
     assert not (tmp_path / f"{SNAPSHOT}.tmp").exists()
 
 
-KILL = """
-_train_epoch, _epochs = train_epoch, 0
-def train_epoch(model, loader, *rest):
-    global _epochs
-    _epochs += 1
-    class Deadly:
-        def __iter__(self):
-            for step, batch in enumerate(loader):
-                if step == 5:
-                    os.kill(os.getpid(), 9)
-                yield batch
-    deadly = _epochs == 3 and dist.get_rank() == 1
-    return _train_epoch(model, Deadly() if deadly else loader, *rest)
-"""
-
-
 @linux
 def test_killed_after_resumes_bit_for_bit(two, tmp_path):
-    script = plant(AFTER, tmp_path / "copy", before_main=KILL)
+    script = plant(AFTER, tmp_path / "copy", hooks=["convert_kill"])
     mark = uuid.uuid4().hex
-    done = torchrun(script, tmp_path, MARK=mark)
+    real = "a rank is killed, and nothing may be left"
+    done = torchrun(script, tmp_path, real=real, MARK=mark)
     assert done.returncode == 1
     assert "SIGKILL" in done.stderr
     assert not left_over(mark)
@@ -152,57 +137,6 @@ def test_killed_after_resumes_bit_for_bit(two, tmp_path):
     assert done.stdout.count("resuming: 2 of 5 epochs are finished") == 1
     assert "epoch 2/5" not in done.stdout
     assert same_bits(load(tmp_path / SNAPSHOT), load(two[0] / SNAPSHOT))
-
-
-PROBE = """
-import atexit, json, pathlib
-gc.disable()  # an automatic collection might happen to do the script's work
-seen, facts = [], {"trained": [], "evaluated": [], "seeds": [], "saved": 0}
-
-class Indexed(torch.utils.data.Dataset):
-    def __init__(self, data): self.data = data
-    def __len__(self): return len(self.data)
-    def __getitem__(self, index):
-        seen.append(index)
-        return self.data[index]
-
-_make_data, _train_epoch, _evaluate = make_data, train_epoch, evaluate
-def make_data(n): return Indexed(_make_data(n))
-
-def train_epoch(*args):
-    seen.clear()
-    facts["seeds"].append(torch.initial_seed())
-    loss = _train_epoch(*args)
-    facts["trained"].append(list(seen))
-    return loss
-
-def evaluate(*args):
-    seen.clear()
-    facts["accuracy"] = _evaluate(*args)
-    facts["evaluated"] = list(seen)
-    facts["sum"] = sum(x.sum().item() for x in args[0].parameters())
-    return facts["accuracy"]
-
-_save_atomically = save_atomically
-def save_atomically(*args):
-    facts["saved"] += 1
-    _save_atomically(*args)
-
-_init = dist.init_process_group
-def init(*args, **options):
-    _init(*args, **options)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    facts["timeout_s"] = backend.options._timeout.total_seconds()
-    facts["rank"] = dist.get_rank()
-dist.init_process_group = init
-
-def note():
-    tasks = pathlib.Path("/proc/self/task").glob("*/comm")
-    facts["threads_left"] = [x for x in (t.read_text() for t in tasks) if "gloo" in x]
-    with open(f"probe.{facts['rank']}.json", "w") as file:
-        json.dump(facts, file)
-atexit.register(note)
-"""
 
 
 def odd_float64(batch_size):
@@ -218,7 +152,7 @@ def odd_float64(batch_size):
 def three(tmp_path_factory):
     """(folder, Done, [facts of each rank]) of after.py, float64, 21 samples each."""
     folder = tmp_path_factory.mktemp("three")
-    script = plant(AFTER, folder / "copy", *odd_float64(64), before_main=PROBE)
+    script = plant(AFTER, folder / "copy", *odd_float64(64), hooks=["convert_probe"])
     done = torchrun(script, folder, nprocs=3, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr
     files = [folder / f"probe.{rank}.json" for rank in range(3)]
@@ -228,9 +162,8 @@ def three(tmp_path_factory):
 @linux
 def test_three_processes_train_as_one(three, tmp_path):
     """3 x 21 and 1 x 63: the same weights, tight enough to see any other sample."""
-    (tmp_path / "copy").mkdir()
-    script = with_changes(STEP2, tmp_path / "copy", *odd_float64(63))
-    done = run_script(script, cwd=tmp_path)
+    script = plant(STEP2, tmp_path / "copy", *odd_float64(63))
+    done = alone(script, cwd=tmp_path)
     assert curve(done) == curve(three[1])
     assert len({facts["sum"] for facts in three[2]}) == 1, "equal on all, to the bit"
     mine, theirs = (weights(x / SNAPSHOT) for x in (three[0], tmp_path))
@@ -277,7 +210,7 @@ def test_one_process_prints_and_saves_and_all_end_well(three):
 
 
 def test_after_says_how_to_start_it(tmp_path):
-    done = run_script(ROOT / AFTER, cwd=tmp_path)
+    done = alone(ROOT / AFTER, cwd=tmp_path)
     assert done.returncode == 2
     command = "torchrun --standalone --nproc-per-node=2"
     assert done.stderr == f"start this with: {command} {ROOT / AFTER}\n"

@@ -1,17 +1,22 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
 import ast
+import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from ladder.diffs import changed_lines, hunks
-from ladder.pages import TEST, page_names, parse
+from ladder.files import copy_tree, replace_once
+from ladder.pages import TEST, Block, Page, page_names, parse
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
-from website.commands import copy_repository, same
+from proofs.processes import run
+from proofs.warm import Fork
+from website.commands import Command, same
+from website.commands import run as run_command
+from website.forks import Forks
 
 PAGES = page_names()
 NUMBERED = ["0_intro", "1_theory", "2_multigpu", "3_fault_tolerance", "4_multinode"]
@@ -87,27 +92,30 @@ def test_the_tests_that_are_named_exist(page):
 
 
 def build(root, *options):
-    done = subprocess.run(
-        [sys.executable, "-m", "website.build", *options],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    """(exit status, messages) of the tool in the folder `root`, in a fork."""
+    done = Fork(["python", "-m", "website.build", *options], root).finish()
     return done.returncode, done.stderr
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the repository that stays as it is."""
+    folder = tmp_path_factory.mktemp("tree")
+    copy_tree(folder)
+    return folder
+
+
 @pytest.fixture
-def copy(tmp_path):
-    copy_repository(tmp_path / "copy")
-    return tmp_path / "copy"
+def copy(tree, tmp_path):
+    """A copy to put faults into, of links: take a file away before writing it."""
+    return shutil.copytree(tree, tmp_path / "copy", copy_function=os.link)
 
 
 def plant(root, name, old, new):
     path = root / name
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
+    text = replace_once(path.read_text(), old, new, name)
+    path.unlink()
+    path.write_text(text)
 
 
 def files(root):
@@ -123,7 +131,7 @@ CHAPTER = "docs/2_multigpu.md"
 NOT_FRESH = {
     "a line changed": ("multigpu.py", "SGD, lr=0.001", "SGD, lr=0.002"),
     "a line added": ("multigpu.py", "import time\n", "import time\nimport json\n"),
-    "a line gone": ("multigpu.py", "    dist.destroy_process_group()\n", ""),
+    "a line removed": ("multigpu.py", "    dist.destroy_process_group()\n", ""),
     "a diff typed": (CHAPTER, "\n+        dist.all_reduce(total)", "\n+    typed"),
     "a hunk left out": (CHAPTER, "`import gc` `gc.collect()`", "`gc.collect()`"),
     "no why": (CHAPTER, "**Why.** All processes", "All processes"),
@@ -284,6 +292,7 @@ def test_no_such_page(copy):
     assert (status, said) == (2, "website.build: error: there is no page nosuch\n")
 
 
+SLEEP = "sleep 60"
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
 OUTPUT = {  # what a page holds, and what is said of it
     "as it is": (RUN, (0, "")),
@@ -311,7 +320,7 @@ OUTPUT = {  # what a page holds, and what is said of it
         RUN.replace("run echo 0.5", "run echo '<!-- x'"),
         (1, "prints a fence or a marker"),
     ),
-    "it does not end": (RUN.replace("run", "run sleep 60;"), (1, "exit status 124")),
+    "it does not end": (RUN.replace("run", f"run {SLEEP};"), (1, "exit status 124")),
     "it leaves a process": (
         RUN.replace("run", "run setsid sleep 60 &"),
         (1, "exit status 124"),
@@ -353,14 +362,101 @@ OUTPUT = {  # what a page holds, and what is said of it
 @pytest.mark.parametrize("case", OUTPUT)
 def test_output_and_commands(copy, case, monkeypatch):
     """Output is compared; that of a command that fails is not taken for output."""
-    monkeypatch.setenv("DOCS_TIMEOUT_S", "8")
-    check = "stale" in OUTPUT[case][1][1]
     text, (expected, words) = OUTPUT[case]
     (copy / "docs/page.md").write_text(f"# Page\n\n{text}")
+    if SLEEP in text:
+        monkeypatch.setenv("DOCS_TIMEOUT_S", "1")
+    options = ["--only", "page"]
+    if "stale" in words:  # without --check it would be mended
+        options.append("--check")
     before = files(copy)
-    status, said = build(copy, *["--check"] * check, "--only", "page")
+    status, said = build(copy, *options)
     assert files(copy) == before
     assert (status, words in said) == (expected, True), said
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (None, 0),
+        (NOT_FRESH["a table typed"], 1),
+        ((CHAPTER, *WRONG["not closed"]), 2),
+    ],
+)
+def test_the_command_line(copy, fault, status):
+    """As a person types it: the tests above call the tool in forks."""
+    if fault:
+        plant(copy, *fault)
+    command = [sys.executable, "-m", "website.build", "--check", "--diffs"]
+    done = run(command, copy)
+    assert done.returncode == status
+    assert bool(done.stderr) == bool(fault)
+
+
+# The forks that commands are run by
+
+
+@pytest.fixture(scope="module")
+def shims():
+    with Forks() as forks:
+        yield forks.bin
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    return tmp_path_factory.mktemp("empty")
+
+
+LINGER = "(python x.py < /dev/null &) ; until [ -e ready ]; do sleep 0.01; done"
+NOTE_AND_WAIT = "import time\nopen('ready', 'w').close()\ntime.sleep(60)\n"
+ENDS = {  # a script, and the command that runs it
+    "well": ("print(0.5)", "python x.py"),
+    "a status": ("import sys\nsys.exit(3)", "python x.py"),
+    "a message": ("import sys\nsys.exit('no')", "python x.py"),
+    "an exception": ("raise ValueError('no')", "python x.py 2>&1 | tail -n 1"),
+    "bad arguments": ("", "python nosuch.py 2> /dev/null"),
+    "words": ("import sys\nprint(sys.argv)", "python x.py 'a  b' '' --c=d"),
+    "input": ("print(input())", "echo a | python x.py"),
+    "no buffer": ("import os\nprint(1)\nos._exit(0)", "python -u x.py"),
+    "the environment": ("import os\nprint(os.environ['A'])", "A=b python x.py"),
+    "the folder": ("import os\nprint(os.listdir())", "mkdir d; cd d; python ../x.py"),
+    "no script": ("", "python -c 'print(1)'"),
+    "killed": (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+        "{ python x.py; } 2> /dev/null; echo $?",
+    ),
+    "told to end": (
+        NOTE_AND_WAIT,
+        "{ python x.py & until [ -e ready ]; do sleep 0.01; done; kill $!; wait $!; }"
+        " 2> /dev/null; echo $?",
+    ),
+    "left behind": (NOTE_AND_WAIT, LINGER),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_forked_command_ends_as_a_real_one(shims, empty, how):
+    script, text = ENDS[how]
+    command = Command(Page("page", [], files={"x.py": script}), 1, text)
+    status, output = run_command(command, empty, shims)
+    assert (status, output) == run_command(command, empty)
+    if how == "left behind":
+        assert status == 124
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "is_real"),
+    [
+        ("torchrun --standalone multinode.py 5 1", "rank", False),
+        ("torchrun multinode.py 5 1 & kill $!", "rank", True),
+        ("torchrun multinode.py 5 1", "os.kill(os.getpid(), 9)", True),
+        ("python -m proofs.hosts 2 -- torchrun multinode.py 5 1", "rank", True),
+    ],
+)
+def test_what_sends_signals_or_needs_hosts_is_not_forked(text, fault, is_real):
+    block = Block("page", 1, "run", text, faults=[("x", fault)])
+    assert Command(Page("page", []), 1, text, block).is_real() == is_real
 
 
 def test_what_varies_is_masked_and_nothing_else():

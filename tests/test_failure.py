@@ -89,6 +89,7 @@ def restarted(folder, kills, restarts, **env):
     return processes.run(words, folder, **env)
 
 
+@pytest.mark.waits
 def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
     """Exactly one restart each, and a store of its own for every attempt.
 
@@ -105,6 +106,7 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
     assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
 
 
+@pytest.mark.waits
 def test_restarts_are_used_up(tmp_path):
     mark = uuid.uuid4().hex
     done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)

@@ -2,8 +2,9 @@
 
     python -m website.build            fill in what is between markers; run the commands
     python -m website.build --check    change nothing, and fail if anything is stale
-    ... --diffs                     the diffs and the table alone, without running
-    ... --only troubleshooting      one page
+    ... --diffs                        the diffs and the table alone, without running
+    ... --only troubleshooting         one page
+    ... --real                         new interpreters for all commands, see forks.py
 
 The markers are comments, so that the pages read well wherever Markdown is shown:
 
@@ -174,6 +175,7 @@ def main(argv=None):
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     parser.add_argument("--diffs", action="store_true", help="run no command")
+    parser.add_argument("--real", action="store_true", help="fork no command")
     parser.add_argument("--only", help="the page's name, with or without folder")
     args = parser.parse_args(argv)
     try:
@@ -195,7 +197,7 @@ def build(args):
             raise InputError(f"there is no page {args.only}")
     outputs = {}
     if not args.diffs:
-        outputs, wrong = run_all(pages)
+        outputs, wrong = run_all(pages, args.real)
         problems += wrong
     filled = [(page, fill(page, outputs, explained)) for page in pages]
     stale = [(page, lines) for page, lines in filled if lines != page.lines]

@@ -10,13 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from ladder.files import copy_tree, edit
+from ladder.pages import Block, Page
 from ladder.rungs import ROOT, RUNGS, docstring
+from proofs.processes import clean_env, left_over
+from website.forks import Forks, forked
 
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 120))  # the longest takes about 20 s
-NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
-NOT_INHERITED |= {"MASTER_PORT", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
+PATIENCE_S = 0.2  # for processes that are about to end when their command has ended
+SLOWEST = 12  # how many commands the table at the end has
 COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 
 VARIES = [
@@ -51,46 +56,55 @@ def same(one, other):
     )
 
 
-def copy_repository(to):
-    ignore = shutil.ignore_patterns(".*", "__pycache__", "_site", "*.pt", "*.pt.tmp")
-    shutil.copytree(ROOT, to, ignore=ignore)
+# What a fork would not show, or could not do. A fork is no child of its torchrun and has
+# another command line, so what sends signals or looks at processes needs real ones. Hosts
+# and clusters have networks of their own, and the process that forks is not in them.
+# (A crash may be forked: torchrun and its dealings with its ranks are real.)
+REAL = r"\bkill\b|\bgetppid\b|\bstacks\.sh\b|\bproofs\."
 
 
-def marked(mark):
-    """The processes that a command has left: torchrun's leave their group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if f"DOCS_MARK={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+@dataclass
+class Command:
+    """A command of a page; `block` is its marker if it has one."""
+
+    page: Page
+    line: int
+    text: str
+    block: Block | None = None
+    only_flags: bool = False  # it is not run, but its flags are parsed
+
+    def is_real(self):
+        faults = [new for _, new in self.block.faults] if self.block else []
+        files = [text for name, text in self.page.files.items() if name in self.text]
+        return bool(re.search(REAL, "\n".join([self.text, *faults, *files])))
 
 
-def run(page, command, faults=(), script=""):
-    """(exit status, output) of a shell command in a fresh copy of the repository.
+def run(command, tree, shims=None):
+    """(exit status, output) of a Command in a fresh copy of the folder `tree`.
 
-    Of a pipe, the last exit status that is not 0 counts. Status 124: it did not end, or
-    left processes behind; they are ended.
+    shims: a folder to put first on its PATH, or None. Of a pipe, the last exit status
+    that is not 0 counts. Status 124: it did not end, or left processes behind; they are
+    ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        copy_repository(copy)
-        for name, text in page.files.items():
+        shutil.copytree(tree, copy)
+        for name, text in command.page.files.items():
             (copy / name).write_text(text)
-        for old, new in faults:
-            text = (copy / script).read_text()
-            (copy / script).write_text(text.replace(old, new))
-        env = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED} | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONWARNINGS": "ignore:Failed to initialize NumPy",
-            "DOCS_MARK": folder,
-        }
+        if command.block and command.block.faults:
+            edit(copy / command.block.script, *command.block.faults)
+        first = [str(shims)] if shims else []
+        path = [*first, str(Path(sys.executable).parent), os.environ["PATH"]]
         with open(Path(folder, "output"), "wb") as out:
             process = subprocess.Popen(
-                ["bash", "-o", "pipefail", "-c", command],
+                ["bash", "-o", "pipefail", "-c", command.text],
                 cwd=copy,
-                env=env,
+                env=clean_env(
+                    PATH=os.pathsep.join(path),
+                    CUDA_VISIBLE_DEVICES="",
+                    PYTHONWARNINGS="ignore:Failed to initialize NumPy",
+                    MARK=folder,
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -100,20 +114,35 @@ def run(page, command, faults=(), script=""):
                 status = process.wait(TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 status = 124
-        time.sleep(0.2 if marked(folder) else 0)  # they may be about to end
-        for pid in marked(folder):
+        if end_what_is_left(folder):
             status = 124
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         process.wait()
         output = Path(folder, "output").read_bytes().decode(errors="replace")
         return status, output.replace(str(copy), "~")
 
 
-def parse_flags(command):
-    """(exit status, message) of the programs of a command, asked about its flags."""
-    check = [sys.executable, "-m", "website.flags", command]
-    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+def end_what_is_left(mark):
+    """End the processes that a command has left; whether there were any."""
+    if not left_over(mark, PATIENCE_S) and not forked(mark):
+        return False
+    for pid in left_over(mark, 0):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for group in forked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    return True
+
+
+def parse_flags(command, shims=None):
+    """(exit status, message) of a Command's programs, asked about their flags."""
+    python = Path(shims, "python") if shims else sys.executable
+    done = subprocess.run(
+        [python, "-m", "website.flags", command.text],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -139,31 +168,68 @@ def what_is_wrong(block, status, output):
     return ""
 
 
-def run_all(pages):
-    """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
-    jobs, outputs, problems = {}, {}, []
+def commands_of(pages):
+    """Every Command of the pages but those in docstrings of rungs.
+
+    tests/test_training.py::test_learns runs those.
+    """
     tested = "\n".join(docstring(ROOT / name) for name in RUNGS).splitlines()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for page in pages:
-            for block in page.blocks:
-                if block.kind == "run":
-                    what = block.text, block.faults, block.script
-                    job = pool.submit(run, page, *what)
-                    jobs[job] = page.name, block.line, block.text, block
-            for line, command, why in page.commands:
-                if command in tested:  # tests/test_training.py::test_learns runs it
-                    continue
-                job = pool.submit(*([parse_flags] if why else [run, page]), command)
-                jobs[job] = page.name, line, command, None
+    found = []
+    for page in pages:
+        for block in page.blocks:
+            if block.kind == "run":
+                found.append(Command(page, block.line, block.text, block))
+        for line, text, why_not_run in page.commands:
+            if text not in tested:
+                found.append(Command(page, line, text, only_flags=bool(why_not_run)))
+    return found
+
+
+def run_all(pages, real=False):
+    """Run every command, two at a time: ({(page, line): fence}, [what went wrong]).
+
+    real: all by interpreters of their own, as a reader does, and none by forks.
+    """
+    outputs, problems, took_s = {}, [], []
+    commands = commands_of(pages)
+    # Real ones take longest: they are the first, so that none is left to the end alone.
+    commands.sort(key=lambda command: not command.is_real())
+    with contextlib.ExitStack() as stack:
+        tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        copy_tree(tree)
+        shims = None if real else stack.enter_context(Forks()).bin
+
+        def timed(command):
+            start = time.monotonic()
+            if command.only_flags:
+                result = parse_flags(command, shims)
+            else:
+                result = run(command, tree, None if command.is_real() else shims)
+            return *result, time.monotonic() - start
+
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+        jobs = {pool.submit(timed, command): command for command in commands}
         for job in concurrent.futures.as_completed(jobs):
-            page, line, command, block = jobs[job]
-            status, output = job.result()
-            print(f"{page}:{line}: {command}: exit status {status}", flush=True)
-            if not block and re.match(COMPARE, command) and status == 1:
+            command, (status, output, seconds) = jobs[job], job.result()
+            at = f"{command.page.name}:{command.line}: {command.text}"
+            took_s.append((seconds, at))
+            print(f"{at}: exit status {status}", flush=True)
+            block = command.block
+            if not block and re.match(COMPARE, command.text) and status == 1:
                 status = 0
             wrong = what_is_wrong(block, status, output)
             if wrong:
-                problems.append(f"{page}:{line}: {command}: {wrong}\n{output}".rstrip())
+                problems.append(f"{at}: {wrong}\n{output}".rstrip())
             elif block:
-                outputs[page, line] = console(block, output)
+                outputs[command.page.name, block.line] = console(block, output)
+    print_slowest(took_s)
     return outputs, problems
+
+
+def print_slowest(took_s):
+    """took_s: [(seconds, where and what)] of all commands."""
+    slowest = sorted(took_s, reverse=True)[:SLOWEST]
+    if slowest:
+        print(f"\nThe slowest of {len(took_s)} commands, in seconds:")
+    for seconds, at in slowest:
+        print(f"{seconds:6.1f}  {at[:80]}")

@@ -5,6 +5,7 @@
 Exit status 2, and one line or the program's own message, if one of them refuses.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,7 +13,10 @@ import subprocess
 import sys
 import tempfile
 
-from ladder.rungs import ROOT, docstring
+from ladder.rungs import ROOT, InputError, docstring
+
+# Each parser is a function of the words after the program's name. It returns if they
+# can be parsed. Otherwise it raises InputError, or exits with the program's message.
 
 
 def torchrun(words):
@@ -37,12 +41,13 @@ def pip(words):
 
 
 def pytest(words):
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", *words],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
+    """Collect the tests in this process, which may have imported torch already."""
+    import pytest
+
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        status = pytest.main(["--collect-only", "-q", *words])
+    if status:
+        raise InputError(f"pytest ends with exit status {status}")
 
 
 def sbatch(words):
@@ -56,22 +61,19 @@ def sbatch(words):
             ["sbatch", *words], cwd=ROOT, env=env, capture_output=True, text=True
         )
     if "Unable to contact slurm controller" not in done.stderr:
-        fail(done.stderr.strip())
+        raise InputError(done.stderr.strip())
 
 
 def server(words):
     """Start it on a free port, and end it when it has said that it serves."""
     command = [sys.executable, "-u", "-m", "http.server", *words, "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as it:
-        said = it.stdout.readline()
-        it.terminate()
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        said = process.stdout.readline()
+        process.terminate()
     if not said.startswith("Serving"):
-        fail(f"http.server does not serve: {said}")
-
-
-def fail(message):
-    print(f"website.flags: error: {message}", file=sys.stderr)
-    sys.exit(2)
+        raise InputError(f"http.server does not serve: {said}")
 
 
 PROGRAMS = {
@@ -84,23 +86,31 @@ PROGRAMS = {
 }
 
 
+def is_assignment(word):
+    return re.fullmatch(r"\w+=\S*", word)
+
+
 def parse(command):
     """Let each program of a command line parse its own words."""
     for part in re.split(r"&&|;", command):
         words = shlex.split(part, comments=True)
-        exports = words[:1] == ["export"]
-        words = words[exports:]
-        while words and re.fullmatch(r"\w+=\S*", words[0]):
-            words.pop(0)
-        if exports and not words:
+        if words[:1] == ["export"] and all(map(is_assignment, words[1:])):
             continue
+        while words and is_assignment(words[0]):
+            words.pop(0)
         for name, parser in PROGRAMS.items():
-            if words[: len(name.split())] == name.split():
-                parser(words[len(name.split()) :])
+            length = len(name.split())
+            if words[:length] == name.split():
+                parser(words[length:])
                 break
         else:
-            fail(f"nothing here can parse the flags of {words[0] if words else part!r}")
+            what = words[0] if words else repr(part)
+            raise InputError(f"nothing here can parse the flags of {what}")
 
 
 if __name__ == "__main__":
-    parse(sys.argv[1])
+    try:
+        parse(sys.argv[1])
+    except InputError as error:
+        print(f"website.flags: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,7 @@
 """The last of two ranks ends itself inside its second epoch.
 
-It does so in the first KILLS attempts. In each attempt it prints the port of the store that the attempt uses.
+It does so in the first KILLS attempts. In each attempt it prints the port of the store
+that the attempt uses.
 """
 
 import os
