@@ -12,7 +12,6 @@ included. What runs is a copy of multinode.py with a time stamp put in.
 import argparse
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -24,23 +23,9 @@ from pathlib import Path
 import utils
 from benchmarks import report
 from benchmarks.startup import spread
+from proofs.launch import plant
 
 TIMEOUT = 120  # seconds that an attempt may take to its first step
-MAIN = 'if __name__ == "__main__":'
-STAMP = """
-class Trainer(Trainer):
-    stamped = False
-    def _run_batch(self, source, targets):
-        loss = super()._run_batch(source, targets)
-        if not self.stamped:
-            self.stamped = True
-            with open(f"step.{os.getpid()}.new", "w") as file:
-                file.write(str(time.monotonic()))
-            os.rename(file.name, f"step.{os.getpid()}")
-        return loss
-
-
-"""
 
 
 def parse_args():
@@ -114,12 +99,8 @@ def main(args):
     random.seed(0)
     rounds = []
     with tempfile.TemporaryDirectory() as name:
-        folder, root = Path(name), Path(__file__).resolve().parents[1]
-        shutil.copy(root / "utils.py", folder)
-        text = (root / "multinode.py").read_text()
-        assert text.count(MAIN) == 1
-        text = text.replace(MAIN, f"import os\n{STAMP}{MAIN}")
-        (folder / "multinode.py").write_text(text)
+        folder = Path(name)
+        plant("multinode.py", folder, hooks=["note_first_step"])
         for number in range(args.rounds + 1):
             both = one_round(folder, args.nprocs, args.kills if number else 1)
             if number:  # round 0 warms up: it brings the files into memory

@@ -21,9 +21,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import utils
 from benchmarks import report
+from ladder.files import edit
+from ladder.rungs import ROOT
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SCRIPTS = ("floor.py", "multigpu.py")
@@ -52,15 +55,13 @@ def copy_scripts(folder):
     for name in ("stamps.py", "floor.py"):
         shutil.copy(os.path.join(HERE, name), folder)
     shutil.copy(utils.__file__, folder)
-    with open(os.path.join(os.path.dirname(HERE), "multigpu.py")) as file:
-        text = file.read()
-    first_import, main_block = "\nimport ", '\nif __name__ == "__main__":'
-    if first_import not in text or text.count(main_block) != 1:
-        sys.exit("startup.py: error: multigpu.py has changed: adapt copy_scripts()")
-    text = text.replace(first_import, "\nimport stamps" + first_import, 1)
-    text = text.replace(main_block, "\nstamps.stamp_first_step(Trainer)\n" + main_block)
-    with open(os.path.join(folder, "multigpu.py"), "w") as file:
-        file.write(text)
+    script = Path(shutil.copy(ROOT / "multigpu.py", folder))
+    first_import, main_block = "\nimport functools\n", '\nif __name__ == "__main__":'
+    edit(
+        script,
+        (first_import, f"\nimport stamps{first_import}"),
+        (main_block, f"\nstamps.stamp_first_step(Trainer)\n{main_block}"),
+    )
 
 
 def run(folder, script, nprocs):

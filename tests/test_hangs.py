@@ -15,13 +15,15 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from ladder.rungs import ROOT
-from proofs.launch import run_script
+from proofs.launch import plant, run_script
 from proofs.processes import TIMEOUT_S, finish, run, start
 
 HANG = "docs/hangs/hang.py"
 STACKS = ROOT / "docs/hangs/stacks.sh"
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+pytestmark = pytest.mark.waits  # for time-outs of collectives
 
 py_spy = pytest.mark.skipif(
     not shutil.which("py-spy", path=PATH)
@@ -30,39 +32,20 @@ py_spy = pytest.mark.skipif(
     reason="needs py-spy (pip install py-spy), pgrep (procps) and root",
 )
 
-# Put into a copy of hang.py: each rank says how long it was in its loop.
-TIMED = """
-_train = train
-def train(fault):
-    start = time.monotonic()
-    try:
-        return _train(fault)
-    finally:
-        took_s = time.monotonic() - start
-        print(f"rank {dist.get_rank()} was in the loop for {took_s:.2f} s\\n", end="")
-"""
-
 
 def command(script, fault, nprocs=2):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, f"--nproc-per-node={nprocs}", str(script), fault]
 
 
-def plant(folder, *changes):
+def timed(folder, *changes):
     """A copy of hang.py that notes its times, with texts replaced."""
-    text = (ROOT / HANG).read_text()
-    entry = 'if __name__ == "__main__":'
-    for old, new in (*changes, (entry, f"{TIMED}\n\n{entry}")):
-        assert text.count(old) == 1, f"{HANG} has {old!r} {text.count(old)} times"
-        text = text.replace(old, new)
-    script = folder / "hang.py"
-    script.write_text(text)
-    return script
+    return plant(HANG, folder, *changes, hooks=["time_in_loop"])
 
 
 def hang(folder, fault, *changes, nprocs=2, **env):
     """Done of a copy of hang.py with texts replaced."""
-    script = plant(folder, *changes)
+    script = timed(folder, *changes)
     return run(command(script, fault, nprocs), folder, **env)
 
 
@@ -93,7 +76,7 @@ def skipped(tmp_path_factory):
     """(folder, Done, what stacks.sh printed while it hung) of a run with `skip`."""
     folder = tmp_path_factory.mktemp("skipped")
     change = "timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT})"
-    script = plant(folder, change)
+    script = timed(folder, change)
     process = start(command(script, "skip"), folder)
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:

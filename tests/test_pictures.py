@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from tests.contrast import contrast_ratio
 from website import pictures
 
 NAMES = list(pictures.PICTURES)
@@ -59,16 +60,13 @@ def schemes(root):
     return [light, {k: v | dark.get(k, {}) for k, v in light.items()}]
 
 
-def luminance(colour):
-    """WCAG 2's relative luminance of a #rrggbb."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    parts = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+def channels(colour):
+    """The red, green and blue of #rrggbb, from 0 to 255."""
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
 
 def contrast(one, other):
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
+    return contrast_ratio(channels(one), channels(other))
 
 
 def test_contrast_is_computed_right():
@@ -167,7 +165,7 @@ def test_gradients_are_averaged_before_the_optimizer_steps(traced):
 
 def test_a_small_model_has_one_bucket(tmp_path):
     """Linear(20, 1): one all-reduce of 21 numbers in a step, and it is in backward."""
-    made = pictures.trace(tmp_path, model="")
+    made = pictures.trace(tmp_path, large=False)
     assert [x["bytes"] for x in made["all_reduce"]] == [4 * 21]
     assert len(made["launched"]) == 1 and len(made["copied"]) == 2
     assert averaged_in_backward(made)

@@ -20,15 +20,18 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.waits  # for a browser
+
 for module in ("sphinx", "furo", "myst_parser"):
     pytest.importorskip(module)
 axe = pytest.importorskip("axe_playwright_python.base")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from ladder.diffs import changed_lines, hunks
-from ladder.pages import page_names, parse  # noqa: E402
-from ladder.rungs import EDGES, ROOT, RUNGS, read_lines
-from website import build  # noqa: E402
+from ladder.diffs import changed_lines, hunks  # noqa: E402
+from ladder.files import copy_tree  # noqa: E402
+from ladder.pages import explanations, page_names, parse  # noqa: E402
+from ladder.rungs import EDGES, ROOT, RUNGS, read_lines  # noqa: E402
+from tests.contrast import contrast_ratio  # noqa: E402
 
 CHAPTERS = [parse(x) for x in page_names() if x.startswith("docs/")]
 DIFFS = {(x.old, x.new) for page in CHAPTERS for x in page.blocks if x.kind == "diff"}
@@ -38,6 +41,9 @@ OLD, NEW = EDGES[0]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 BUDGET = 300_000  # bytes of a page with all that it loads
+
+
+SPHINX = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "website"]
 
 
 def url_of(old, new):
@@ -101,11 +107,9 @@ class Page(HTMLParser):
 def site(tmp_path_factory):
     """The folder of the site, built from clean by the command that the README gives."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", folder / "doctrees"]
+    options = ["-d", folder / "doctrees", "docs", folder / "html"]
     start = time.perf_counter()
-    done = subprocess.run(
-        [*command, "docs", folder / "html"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([*SPHINX, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(f"built in {time.perf_counter() - start:.1f} s")
     return folder / "html"
@@ -181,13 +185,10 @@ def content(name):
 
 
 def test_a_wrong_marker_ends_the_build_with_one_line(tmp_path):
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in [*RUNGS, "README.md"]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    copy_tree(tmp_path)
     with (tmp_path / "docs/2_multigpu.md").open("a") as page:
         page.write("\n<!-- end -->\n")
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "docs", "docs/_site"]
+    command = [*SPHINX, "docs", "docs/_site"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -245,7 +246,7 @@ def test_the_hunks_are_marked(pages, old, new):
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_every_hunk_leads_to_an_explanation(pages, old, new):
     """Of another pair, to those of its lines: the links test sees that they exist."""
-    explained = build.explanations(CHAPTERS)
+    explained = explanations(CHAPTERS)
     chapters = [urljoin("side_by_side/", f"../{x}.html") for x, *_ in places(explained)]
     for number, hunk in pages[url_of(old, new)].hunks.items():
         links = [urljoin("side_by_side/", x) for x in hunk["links"]]
@@ -261,7 +262,7 @@ def places(explained):
 
 
 def test_every_explanation_leads_back_to_its_hunk(pages):
-    explained = build.explanations(CHAPTERS)
+    explained = explanations(CHAPTERS)
     assert set(EDGES) <= set(explained)
     for pair, found in explained.items():
         for number, (page, _, _) in found.items():
@@ -389,10 +390,9 @@ def test_no_barrier_is_found(visit, url):
         assert not found, f"{viewport['width']} pixels, {scheme}: {found[:3]}"
 
 
-def luminance(colour):
-    parts = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]
-    parts = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+def channels(colour):
+    """The red, green and blue of a computed colour such as rgb(0, 0, 0)."""
+    return [int(x) for x in re.findall(r"\d+", colour)[:3]]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -405,8 +405,8 @@ def test_line_numbers_and_signs_stand_out(visit, scheme):
             " getComputedStyle(x).backgroundColor]",
             part,
         )
-        dark, light = sorted(map(luminance, colours))
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, (line, part, colours)
+        ink, ground = map(channels, colours)
+        assert contrast_ratio(ink, ground) >= 4.5, (line, part, colours)
 
 
 VISIBLE_LINES = """() => [...document.querySelectorAll(".sbs [data-n]")]
@@ -431,9 +431,9 @@ def test_a_phone_shows_each_line_once(visit):
     lines = [x.rstrip("\n") for x in tab.evaluate(VISIBLE_LINES)]
     assert lines == one_below_the_other(OLD, NEW)
     both = tab.locator(".hunk").first
-    gone, come = [both.locator(x).bounding_box() for x in (".old", ".new")]
-    assert gone["x"] == come["x"]
-    assert gone["y"] + gone["height"] <= come["y"]
+    old, new = [both.locator(x).bounding_box() for x in (".old", ".new")]
+    assert old["x"] == new["x"]
+    assert old["y"] + old["height"] <= new["y"]
     signs = "x => getComputedStyle(x, '::after').content"
     assert tab.locator("del").first.evaluate(signs) == '"-"'
     assert tab.locator("ins").first.evaluate(signs) == '"+"'

@@ -66,11 +66,15 @@ CONTEXT = 2  # unchanged lines around a hunk
 def hunk_diff(block):
     """The block's hunks, each under a line that numbers and places it."""
     there, new = hunks(block.old, block.new), read_lines(block.new)
-    changed = {i for x in there for i in range(x.new_start, x.new_start + len(x.added))}
+    changed = {
+        number
+        for hunk in there
+        for number in range(hunk.new_start, hunk.new_start + len(hunk.added))
+    }
 
     def unchanged(numbers):
-        near = itertools.takewhile(lambda i: i not in changed, numbers)
-        lines = [f" {new[i - 1]}" for i in near if 0 < i <= len(new)]
+        near = itertools.takewhile(lambda number: number not in changed, numbers)
+        lines = [f" {new[number - 1]}" for number in near if 0 < number <= len(new)]
         while lines and not lines[-1].strip():
             lines.pop()
         return lines
@@ -104,7 +108,7 @@ def rungs_table(block, explained):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         found = {place[0]: None for place in explained.get((parent, name), {}).values()}
-        chapters = ", ".join(link(x, f"docs/{x}.md") for x in found)
+        chapters = ", ".join(link(page, f"docs/{page}.md") for page in found)
         lines.append(f"| {link(name, name)} | {what} | {size} | {chapters} |")
     return lines
 
@@ -118,11 +122,9 @@ def check_explanations(pages):
     for old, new in {**dict.fromkeys(EDGES), **found}:
         for hunk in hunks(old, new):
             if hunk.number not in found.get((old, new), {}):
-                at = (
-                    f"{new}:{hunk.new_start}"
-                    if hunk.added
-                    else f"{old}:{hunk.old_start}"
-                )
+                at = f"{old}:{hunk.old_start}"
+                if hunk.added:
+                    at = f"{new}:{hunk.new_start}"
                 problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
         seen = {}
@@ -140,7 +142,8 @@ def check_explanations(pages):
             names = TEST.findall(section)
             if not names:
                 problems.append(f"{at}: the explanation names no test")
-            problems += [f"{at}: there is no {x}" for x in names if not is_test(x)]
+            missing = [name for name in names if not is_test(name)]
+            problems += [f"{at}: there is no {name}" for name in missing]
     return problems
 
 
@@ -187,12 +190,12 @@ def main(argv=None):
 
 def build(args):
     check_rungs()
-    pages = [parse(x) for x in page_names()]
+    pages = [parse(name) for name in page_names()]
     explained = explanations(pages)
     problems = check_explanations(pages)
     if args.only is not None:
         name = Path(args.only).stem
-        pages = [x for x in pages if name == Path(x.name).stem]
+        pages = [page for page in pages if name == Path(page.name).stem]
         if not pages:
             raise InputError(f"there is no page {args.only}")
     outputs = {}
@@ -204,9 +207,10 @@ def build(args):
     if args.check:
         for page, lines in stale:
             pairs = enumerate(zip(page.lines, lines, strict=False), 1)
-            line = next((i for i, (a, b) in pairs if a != b), len(lines))
-            problems.append(f"{page.name}:{line}: stale")
-            problems += [f"  now: {x}" for x in lines[line - 1 : line + 2]]
+            differ = (number for number, (old, new) in pairs if old != new)
+            first = next(differ, len(lines))
+            problems.append(f"{page.name}:{first}: stale")
+            problems += [f"  now: {line}" for line in lines[first - 1 : first + 2]]
     else:
         write({page.name: lines for page, lines in stale})
     for problem in problems:

@@ -47,7 +47,9 @@ def same(one, other):
         for pattern in VARIES:
             text = re.sub(pattern, "~", text)
         number = r"\d+\.\d+"
-        return re.sub(number, "#", text), [float(x) for x in re.findall(number, text)]
+        return re.sub(number, "#", text), [
+            float(word) for word in re.findall(number, text)
+        ]
 
     (words, numbers), (other_words, others) = parts(one), parts(other)
     return words == other_words and all(
@@ -56,9 +58,10 @@ def same(one, other):
     )
 
 
-# What a fork would not show, or could not do. A fork is no child of its torchrun and has
-# another command line, so what sends signals or looks at processes needs real ones. Hosts
-# and clusters have networks of their own, and the process that forks is not in them.
+# What a fork would not show, or could not do. A fork is no child of its torchrun and
+# has another command line, so what sends signals or looks at processes needs real ones.
+# Hosts and clusters have networks of their own, and the process that forks is not in
+# them.
 # (A crash may be forked: torchrun and its dealings with its ranks are real.)
 REAL = r"\bkill\b|\bgetppid\b|\bstacks\.sh\b|\bproofs\."
 
@@ -153,7 +156,7 @@ def console(block, output):
         for old, new in block.faults
     ]
     above = [f"With {block.script} changed: {', and '.join(said)}.", ""] if said else []
-    lines = [f"$ {block.text}", *(x.rstrip() for x in output.splitlines())]
+    lines = [f"$ {block.text}", *(line.rstrip() for line in output.splitlines())]
     return [*above, "```console", *lines, "```"]
 
 

@@ -32,18 +32,18 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme_options = {
     "light_css_variables": {
-        "color-gone": "#ffebe9",
-        "color-come": "#dafbe1",
-        "color-gone-word": "#ffc8c4",
-        "color-come-word": "#a6eeb6",
+        "color-removed": "#ffebe9",
+        "color-added": "#dafbe1",
+        "color-removed-word": "#ffc8c4",
+        "color-added-word": "#a6eeb6",
         "color-sign": "#4a4d54",
         "color-bar": "#e4e9f2",
     },
     "dark_css_variables": {
-        "color-gone": "#3a1d20",
-        "color-come": "#12301f",
-        "color-gone-word": "#6b2a2c",
-        "color-come-word": "#1b5230",
+        "color-removed": "#3a1d20",
+        "color-added": "#12301f",
+        "color-removed-word": "#6b2a2c",
+        "color-added-word": "#1b5230",
         "color-sign": "#b4b9c0",
         "color-bar": "#2a303b",
     },

@@ -15,7 +15,6 @@ from sphinx import addnodes
 from ladder import pages
 from ladder.diffs import changed_lines, hunks
 from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry
-from website import build
 from website.side_by_side import (
     explain,
     page_of,
@@ -28,7 +27,7 @@ from website.side_by_side import (
 def check_pages(app):
     """A wrong marker ends the build with one line, and not with Sphinx's fifty."""
     try:
-        build.explanations()
+        pages.explanations()
     except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -43,8 +42,10 @@ def add_links(app, docname, source):
     """Below each diff and table, links to its pairs; on the first page, a menu."""
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
-    blocks = [x for x in page.blocks if x.kind in ("diff", "rungs")]
-    app.env.metadata[docname]["pairs"] = [(x.old, x.new) for x in blocks if x.old]
+    blocks = [block for block in page.blocks if block.kind in ("diff", "rungs")]
+    app.env.metadata[docname]["pairs"] = [
+        (block.old, block.new) for block in blocks if block.old
+    ]
     for block in reversed(blocks):
         links = ", ".join(f'<a href="{url}">{text}</a>' for url, text in beside(block))
         text = f'<p class="beside">Side by side: {links}</p>'
@@ -58,12 +59,17 @@ def add_links(app, docname, source):
 def beside(block):
     """[(address, text)] of what shows a block's diff, or the table's, side by side."""
     pairs = EDGES if block.kind == "rungs" else [(block.old, block.new)]
-    links = [(f"{page_of(*x)}.html", html.escape(" and ".join(x))) for x in pairs]
+    links = [
+        (f"{page_of(*pair)}.html", html.escape(" and ".join(pair))) for pair in pairs
+    ]
     if block.kind == "rungs":
         return [*links, ("side_by_side/index.html", "any two")]
     ((url, _),), total = links, len(hunks(block.old, block.new))
-    changes = [x.number for x in block.hunks]
-    return [(f"{url}#hunk-{x}", f"change {x} of {total}") for x in changes] or links
+    changes = [
+        (f"{url}#hunk-{hunk.number}", f"change {hunk.number} of {total}")
+        for hunk in block.hunks
+    ]
+    return changes or links  # without hunks, the block is the whole diff
 
 
 def reading_order(docname):
@@ -76,7 +82,7 @@ def link_files(app, doctree):
     """A link to a file of the repository leads to a page of the site that shows it."""
     shown = app.env.metadata[app.env.docname]["files"] = []
     links = list(doctree.findall(addnodes.download_reference))
-    links += doctree.findall(lambda x: isinstance(x, addnodes.pending_xref))
+    links += doctree.findall(addnodes.pending_xref)
     for node in links:
         target = node["reftarget"]
         if isinstance(node, addnodes.pending_xref):
@@ -99,7 +105,7 @@ def source_page(name):
 def make_pages(app):
     """The pages that are not made from Markdown."""
     yield "index", {"start": app.config.root_doc}, "redirect.html"
-    explained = build.explanations()
+    explained = pages.explanations()
     rungs = sorted(RUNGS, key=ancestry)
     common = {
         "rungs": rungs,
@@ -109,8 +115,9 @@ def make_pages(app):
         "source": source_page,
     }
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
-    data = app.env.metadata.values()
-    pairs = list(dict.fromkeys([*pairs, *(y for x in data for y in x["pairs"])]))
+    metadata = app.env.metadata.values()
+    in_chapters = [pair for data in metadata for pair in data["pairs"]]
+    pairs = list(dict.fromkeys([*pairs, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
     table = {"title": "Side by side", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
@@ -124,7 +131,8 @@ def make_pages(app):
             "parts": parts(old, new, explain(old, new, explained)),
         }
         yield page_of(old, new), context, "side_by_side.html"
-    shown = {y for x in data for y in x["files"]}.union(*pairs)
+    linked = {name for data in metadata for name in data["files"]}
+    shown = linked.union(*pairs)
     for name in sorted(shown):
         context = common | {
             "title": name,

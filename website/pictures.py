@@ -2,7 +2,7 @@
 
     python -m website.pictures            draw them
     python -m website.pictures --check    change nothing, and fail if one is stale
-    python -m website.pictures --trace    train and measure anew for overlap.svg, then draw
+    python -m website.pictures --trace    measure anew for overlap.svg, then draw
 
 overlap.svg shows docs/pictures/overlap.json: one step of multigpu.py, as the profiler
 saw it. Exit status 1: a picture differs from what this script draws.
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.report import cpu_model
 from ladder.rungs import ROOT
+from proofs.launch import plant, train
 
 FOLDER = ROOT / "docs" / "pictures"
 
@@ -30,43 +31,25 @@ WIDTH = 1856  # two Linear(WIDTH, WIDTH) are 26.3 MiB: they fill a bucket of 25 
 SIZES = [20, *[WIDTH] * 7, 160, 1]
 STEPS, BATCH = 3, 128
 
-# Put into a copy of multigpu.py: the third step of rank 0 leaves a trace behind.
-TRACED = f"""
-class Trainer(Trainer):
-    steps = 0
-    def _run_batch(self, source, targets):
-        self.steps += 1
-        if self.steps < {STEPS} or dist.get_rank() != 0:
-            return super()._run_batch(source, targets)
-        with torch.profiler.profile(record_shapes=True) as profile:
-            loss = super()._run_batch(source, targets)
-        profile.export_chrome_trace("trace.json")
-        return loss
-    def _save_snapshot(self):
-        pass
-"""
 
-# Put in as well: a model that fills several of DDP's buckets.
-LARGE_MODEL = f"""
-_load_train_objs = load_train_objs
-def load_train_objs():
-    _, eval_set, _, *rest = _load_train_objs()
-    sizes = {SIZES}
-    layers = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
-        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-    train_set = utils.MyTrainDataset({STEPS * BATCH * 2})
-    return train_set, eval_set, torch.nn.Sequential(*layers[:-1]), *rest
-"""
+def trace(folder, *, large=True):
+    """Train a copy of multigpu.py on two CPU processes; return `read_trace` of it.
 
-
-def trace(folder, model=LARGE_MODEL):
-    """Train a copy of multigpu.py on two CPU processes; return `read_trace` of it."""
-    script = rungs.plant("multigpu.py", Path(folder), before_main=model + TRACED)
-    command = rungs.launch(script, 1, 1, "--batch-size", BATCH)
-    done = rungs.run(command, folder, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_trace(Path(folder, "trace.json")) | {
+    large: with a model of SIZES, which fills several of DDP's buckets, instead of its
+    own.
+    """
+    folder = Path(folder)
+    hooks = ["large_model", "trace_step"] if large else ["trace_step"]
+    script = plant("multigpu.py", folder, hooks=hooks)
+    train(
+        *(script, 1, 1, "--batch-size", BATCH),
+        cwd=folder,
+        CUDA_VISIBLE_DEVICES="",
+        LAYER_SIZES=",".join(map(str, SIZES)),
+        TRAIN_SAMPLES=STEPS * BATCH * 2,
+        TRACED_STEP=STEPS,
+    )
+    return read_trace(folder / "trace.json") | {
         "torch": torch.__version__,
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}",
         "batch": BATCH,
@@ -337,9 +320,10 @@ def memory():
                 svg.rect(x, y, 128, 38, "blue edge")
                 svg.text(x + 64, y + 24, each if i else one, "ink mid s")
             else:
-                svg.hatched(x, y, width, 20) if i else svg.rect(
-                    x, y, width, 20, "amber edge"
-                )
+                if i == 0:  # one device
+                    svg.rect(x, y, width, 20, "amber edge")
+                else:
+                    svg.hatched(x, y, width, 20)
                 svg.text(x, y + 34, each if i else one, "ink s")
     y = 84 + 50 * len(HELD)
     svg.text(20, y + 24, "snapshot", "ink b s")
@@ -424,20 +408,20 @@ def overlap():
     for start, end in union(data["copied"]):
         bar({"start": start, "end": end}, top, 36, "amber edge")
 
-    for i, (launch, span) in enumerate(zip(data["launched"], reduces, strict=True)):
+    for i, (launched, span) in enumerate(zip(data["launched"], reduces, strict=True)):
         y = top + 56 + 30 * i
         svg.text(20, y + 16, f"bucket {i}", "ink b s")
         size = span["bytes"] / 2**20
         svg.text(left - 12, y + 16, f"{size:.1f} MiB", "soft right s")
-        svg.line(f"M{at(launch):g} {top + 36}V{y + 11}H{at(span['start']):g}")
+        svg.line(f"M{at(launched):g} {top + 36}V{y + 11}H{at(span['start']):g}")
         x, wide = bar(span, y, 22, "green strong")
         text = "all-reduce"
         if wide > 70:
             svg.text(x + wide / 2, y + 16, text, "ink mid s")
-        elif at(launch) < left + 90:
+        elif at(launched) < left + 90:
             svg.text(x + wide + 6, y + 16, text, "ink s")
         else:
-            svg.text(at(launch) - 8, y + 16, text, "ink s right")
+            svg.text(at(launched) - 8, y + 16, text, "ink s right")
 
     y = top + 60 + 30 * len(reduces)
     svg.text(20, y + 16, "optimizer.step()", "ink b s")

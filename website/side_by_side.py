@@ -52,8 +52,10 @@ def line_html(tag, number, tokens, marked=()):
     out, place = [], 0
     for css, text in tokens:
         places = enumerate(text, place)
-        for is_marked, group in itertools.groupby(places, lambda x: x[0] in marked):
-            piece = escape("".join(x for _, x in group), quote=False)
+        for is_marked, group in itertools.groupby(
+            places, lambda pair: pair[0] in marked
+        ):
+            piece = escape("".join(character for _, character in group), quote=False)
             kind = "mark" if is_marked and piece.strip() else "span"
             if kind == "mark" or css not in ("", "w", "n", "p"):
                 piece = f'<{kind} class="{css}">{piece}</{kind}>'
@@ -65,13 +67,17 @@ def line_html(tag, number, tokens, marked=()):
 @functools.cache
 def plain_lines(name):
     """The HTML of all lines of a file."""
-    return [line_html("span", i, x) for i, x in enumerate(token_lines(name), 1)]
+    lines = enumerate(token_lines(name), 1)
+    return [line_html("span", number, tokens) for number, tokens in lines]
 
 
 def changed(tag, name, start, stop, marked):
     """The HTML of the lines `start` to before `stop`, counted from 1."""
     lines = enumerate(token_lines(name)[start - 1 : stop - 1], start)
-    return "".join(line_html(tag, i, x, marked.get(i, ())) for i, x in lines)
+    return "".join(
+        line_html(tag, number, tokens, marked.get(number, ()))
+        for number, tokens in lines
+    )
 
 
 # Words
@@ -85,25 +91,30 @@ def likeness(one, other):
     return matcher.ratio() if matcher.quick_ratio() >= SIMILAR else 0
 
 
-def similar_lines(gone, come, i=0, j=0):
-    """[(line of `gone`, line of `come`)]: the most alike, and so on on both sides."""
+def similar_lines(removed, added, i=0, j=0):
+    """[(index in `removed`, index in `added`)] of lines that were changed into another.
+
+    The two that are most alike, then the same on both sides of them. i, j: what to add
+    to the indices, where these are parts of longer lists.
+    """
     likenesses = {
-        (a, b): likeness(one.strip(), other.strip())
-        for a, one in enumerate(gone)
-        for b, other in enumerate(come)
+        (a, b): likeness(old_line.strip(), new_line.strip())
+        for a, old_line in enumerate(removed)
+        for b, new_line in enumerate(added)
     }
     a, b = max(likenesses, key=likenesses.get, default=(0, 0))
     if likenesses.get((a, b), 0) < SIMILAR:
         return []
-    before = similar_lines(gone[:a], come[:b], i, j)
-    after = similar_lines(gone[a + 1 :], come[b + 1 :], i + a + 1, j + b + 1)
+    before = similar_lines(removed[:a], added[:b], i, j)
+    after = similar_lines(removed[a + 1 :], added[b + 1 :], i + a + 1, j + b + 1)
     return [*before, (i + a, j + b), *after]
 
 
 def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
-    words = [re.findall(r"\w+|\s+|[^\w\s]", x) for x in (one, other)]
-    starts = [[0, *itertools.accumulate(map(len, x))] for x in words]
+    words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (one, other)]
+    # starts[0][i] is where word i of `one` begins; starts[1] the same for `other`.
+    starts = [[0, *itertools.accumulate(map(len, some))] for some in words]
     found = set(), set()
     matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
@@ -118,10 +129,10 @@ def changed_places(one, other):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one rung to another in the tree."""
-    ways = [set(itertools.pairwise(ancestry(x))) for x in (old, new) if x in RUNGS]
-    if len(ways) < 2:  # a chapter's own scripts
+    if old not in RUNGS or new not in RUNGS:  # a chapter's own scripts
         return []
-    return sorted(ways[0] ^ ways[1], key=lambda edge: len(ancestry(edge[1])))
+    to_old, to_new = (set(itertools.pairwise(ancestry(name))) for name in (old, new))
+    return sorted(to_old ^ to_new, key=lambda edge: len(ancestry(edge[1])))
 
 
 def explain(old, new, explained):
@@ -138,11 +149,15 @@ def explain(old, new, explained):
         if hunk.number in explained.get(edge, {})
     ]
     for hunk in hunks(old, new):
-        texts = {x for x in hunk.removed + hunk.added if x.strip()}
-        found = [p for h, p in on_the_way if texts.intersection(h.removed + h.added)]
-        found = found or [p for h, p in on_the_way if h.scope == hunk.scope]
+        texts = {line for line in hunk.removed + hunk.added if line.strip()}
         if hunk.number in own:
             found = [own[hunk.number]]
+        else:
+            found = [
+                place
+                for other, place in on_the_way
+                if texts.intersection(other.removed + other.added)
+            ] or [place for other, place in on_the_way if other.scope == hunk.scope]
         places[hunk.number] = list(dict.fromkeys(found))
     return places
 
@@ -158,13 +173,13 @@ def parts(old, new, places):
         i, j = hunk.old_start + len(hunk.removed), hunk.new_start + len(hunk.added)
         marks = {}, {}
         for a, b in similar_lines(hunk.removed, hunk.added):
-            gone, come = changed_places(hunk.removed[a], hunk.added[b])
-            marks[0][hunk.old_start + a] = gone
-            marks[1][hunk.new_start + b] = come
-        gone = changed("del", old, hunk.old_start, i, marks[0])
-        come = changed("ins", new, hunk.new_start, j, marks[1])
+            in_old, in_new = changed_places(hunk.removed[a], hunk.added[b])
+            marks[0][hunk.old_start + a] = in_old
+            marks[1][hunk.new_start + b] = in_new
+        removed = changed("del", old, hunk.old_start, i, marks[0])
+        added = changed("ins", new, hunk.new_start, j, marks[1])
         part = {"kind": "hunk", "hunk": hunk, "places": places[hunk.number]}
-        found.append(part | {"old": gone, "new": come})
+        found.append(part | {"old": removed, "new": added})
     return found + unchanged(old, new, i, j, len(token_lines(old)) + 1 - i)
 
 
