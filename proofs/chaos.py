@@ -19,7 +19,9 @@ A copy of multinode.py is run in which these differ: rank 0 notes the time of ea
 step; a step takes 20 ms longer and a snapshot is written in two halves with 0.8 s
 between them, so that there is something to hit; `init_process_group` waits for 20 s
 instead of five minutes, so that a hang ends within this run. The agents take a silent
-neighbour for dead after 3 s instead of 15 (--rdzv-conf).
+neighbour for dead after 3 s instead of 15 (--rdzv-conf). `@record` writes a worker's
+error file in one piece: torchrun itself ends, with restarts left, if it finds half of
+one (see proofs/hooks/record_in_one_piece.py).
 
     python -m proofs.chaos --kills 20 --only worker --hosts 1 [--defaults]
 
@@ -453,7 +455,7 @@ def main(count, defaults, **how):
     env = {OWN_STORE: "0" if defaults else "1"}
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         timeout = ("timedelta(minutes=5)", "timedelta(seconds=20)")
-        hooks = ["slow_steps", "chaos"]
+        hooks = ["slow_steps", "chaos", "record_in_one_piece"]
         script = plant("multinode.py", Path(folder), timeout, hooks=hooks)
         with Hosts(count, folder) as hosts:
             try:

@@ -12,13 +12,13 @@ the chapter is wrong. If none of them fails, the other tests of rungs run too. T
 marked `text` do not count, because they compare files and so fail for any line. Nor do
 tests whose names have other rungs in them only: they never run this one.
 
-The rung as it is comes first, as a control. All tests must pass on it: a test that
-fails without a line says something only if it passes with it. A test that times out is
-no verdict: the others decide, and if none of them fails, the line counts as TIMED OUT.
+Before tests run on what is left, they run on the rung as it is, as a control: a test
+that fails without a line says something only if it passes with it. A test that times
+out is no verdict: the others decide, and if none of them fails, it is TIMED OUT.
 
-Lines of proofs/survivors.txt justify what no test can miss. Exit status 1 if anything
-else survives, if a line of that file is not needed, at a time-out and if the control
-fails. The logs of those cases are kept.
+Lines of proofs/survivors.txt justify what no test can miss: `FILE: WHAT — REASON`. Exit
+status 1 if anything else survives, if a line of that file is not needed, at a time-out
+and if the control fails. The logs of those cases are kept.
 """
 
 import argparse
@@ -46,31 +46,27 @@ from proofs.mutations import Mutant, mutants
 UTILS = "", "utils.py"  # has no parent: all of it is added
 OURS = {"ladder", "proofs", "benchmarks", "website", "tests", "utils", "hooks"}
 OURS |= {"variants"}  # what a fork imports again, from its copy
-WAIT_S = 60  # for one process of a test: its TEST_TIMEOUT_S
+WAIT_S = "60"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
 
 
 class Task(NamedTuple):
-    """Tests to run on a copy of the tree.
+    """Tests to run on a copy of the tree, in which `mutant` is the file that it is of.
 
-    `mutant` of the file `child` is written into the copy; None: nothing is changed.
-    `stages` are lists of tests as pytest takes them: the second runs only if no test of
-    the first has failed. The first one decides whether the mutant is missed.
+    mutant: None for a control. tests: as pytest takes them. but_not: ids to leave out.
     """
 
-    parent: str
-    child: str
     mutant: Mutant | None
-    stages: list
+    tests: list
+    but_not: list
 
 
 class Outcome(NamedTuple):
-    """The tests by their ids; `stage` is that of the first failure (from 0)."""
+    """The tests by their ids, and the seconds on the clock and of the processors."""
 
     selected: list
     failed: list
     timed_out: list
-    stage: int
     seconds: float
     cpu_s: float
     log: Path
@@ -82,25 +78,22 @@ class Outcome(NamedTuple):
 class Judge:
     """A plugin for pytest: which tests run, in which order, and what counts as failed.
 
-    The first failure stops it, unless `stop` is false. A time-out does not.
-    children: the files that are tested; time_out: the exception.
+    It leaves out `but_not` and the tests of other rungs than `child`. The first failure
+    stops it, but not in a control. A time-out is noted and does not stop it.
     """
 
-    def __init__(self, children, stop, time_out):
-        self.children, self.stop, self.time_out = children, stop, time_out
-        self.selected, self.failed, self.timed_out, self.stage = [], [], [], 0
+    def __init__(self, child, task, time_out):
+        self.child, self.task, self.time_out = child, task, time_out
+        self.selected, self.failed, self.timed_out = [], [], []
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Leave out what has run in an earlier stage, and the tests of other rungs."""
-        chosen = [
-            item
-            for item in items
-            if item.nodeid not in self.selected and about(item.nodeid, self.children)
+        tests = {item.nodeid for item in items} - {*self.task.but_not}
+        items[:] = [
+            x for x in items if x.nodeid in tests and about(x.nodeid, self.child)
         ]
-        chosen.sort(key=lambda item: not rungs_in(item.nodeid) & self.children)
-        items[:] = chosen
-        self.selected += [item.nodeid for item in chosen]
+        items.sort(key=lambda item: self.child not in rungs_in(item.nodeid))
+        self.selected = [item.nodeid for item in items]
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -114,7 +107,7 @@ class Judge:
                 self.timed_out.append(item.nodeid)
             else:
                 self.failed.append(item.nodeid)
-                if self.stop:
+                if self.task.mutant:
                     item.session.shouldstop = "a test has failed"
         return report
 
@@ -128,18 +121,15 @@ def rungs_in(test):
     }
 
 
-def about(test, children):
-    """Whether a test can say anything about one of these files: rungs, or utils.py."""
-    return (
-        "utils.py" in children
-        or not rungs_in(test) - children
-        or (bool(rungs_in(test) & children))
-    )
+def about(test, child):
+    """Whether a test can say anything about `child`, a rung or utils.py."""
+    named = rungs_in(test)
+    return child in named or not named or child not in RUNGS
 
 
-def run_tests(root, children, stages, stop, answer):
+def run_tests(root, child, task, answer):
     """Run pytest in this process, on the tree at `root`, and write the `answer`."""
-    os.environ["TEST_TIMEOUT_S"] = str(WAIT_S)
+    os.environ.setdefault("TEST_TIMEOUT_S", WAIT_S)
     os.chdir(root)
     fresh_threads = warm.FRESH_THREADS
     for name in [x for x in sys.modules if x.partition(".")[0] in OURS]:
@@ -148,31 +138,29 @@ def run_tests(root, children, stages, stop, answer):
     from proofs import processes as copied_processes
     from proofs import warm as copied_warm
 
-    # This process has one thread already, which the copy's took for a new one's number.
+    # This process has one thread already, which the copy took for a new one's number.
     copied_warm.FRESH_THREADS = fresh_threads
-    judge = Judge(children, stop, copied_processes.TimedOut)
+    judge = Judge(child, task, copied_processes.TimedOut)
     options = ["-q", "-m", "not text", "-p", "no:cacheprovider"]
     options.append(f"--basetemp={root}/.basetemp")
-    for judge.stage, tests in enumerate(stages):
-        if not tests:
-            continue
-        status = pytest.main([*options, *tests], plugins=[judge])
-        if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
-            return
-        if judge.failed:
-            break
-    facts = judge.selected, judge.failed, judge.timed_out, judge.stage
-    answer.write_text(json.dumps(facts))
+    if task.tests:  # without any, pytest would run all that it finds
+        status = pytest.main([*options, *task.tests], plugins=[judge])
+        if status == pytest.ExitCode.USAGE_ERROR:  # a test is not there, for one
+            judge.failed.append("pytest")
+    answer.write_text(json.dumps([judge.selected, judge.failed, judge.timed_out]))
 
 
 # Forks
 
 
 class Forks:
-    """Runs tasks in forks of this process, which has imported torch already."""
+    """Runs tasks in forks of this process, which has imported torch already.
 
-    def __init__(self, root, jobs):
-        self.root, self.jobs = root, jobs
+    root: of the tree to copy. child: the file that the tasks are about.
+    """
+
+    def __init__(self, root, child, jobs):
+        self.root, self.child, self.jobs = root, child, jobs
         self.folder = Path(tempfile.mkdtemp(prefix="lines-"))
         self.count = 0
         self.running = {}  # {pid: (task, its folder, when it began)}
@@ -188,21 +176,20 @@ class Forks:
         with contextlib.suppress(OSError):  # there are logs in it
             self.folder.rmdir()
 
-    def run(self, tasks, children=None):
-        """Yield (task, Outcome) as they end. children: of a control."""
+    def run(self, tasks):
+        """Yield (task, Outcome) as they end."""
         tasks = list(tasks)
         while tasks or self.running:
             while tasks and len(self.running) < self.jobs:
-                task = tasks.pop(0)
-                self.start(task, children or {task.child})
+                self.start(tasks.pop(0))
             yield self.wait()
 
-    def start(self, task, children):
+    def start(self, task):
         self.count += 1
         folder = self.folder / f"{self.count:03}"
         copy_tree(folder, self.root)
         if task.mutant:
-            (folder / task.child).write_text(task.mutant.text)
+            (folder / self.child).write_text(task.mutant.text)
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -215,8 +202,7 @@ class Forks:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
             sys.stdout = sys.stderr = log
-            stop = task.mutant is not None
-            run_tests(folder, children, task.stages, stop, folder / ".answer")
+            run_tests(folder, self.child, task, folder / ".answer")
         finally:
             log.flush()
             os._exit(0)
@@ -230,7 +216,7 @@ class Forks:
                 if not ended and seconds > LIMIT_S:
                     kill_family(pid)
                     _, _, usage = os.wait4(pid, 0)
-                    facts = [], [], [f"all tests within {LIMIT_S} s"], 0
+                    facts = [], [], [f"all tests within {LIMIT_S} s"]
                 elif ended and (folder / ".answer").exists():
                     facts = json.loads((folder / ".answer").read_text())
                 elif ended:
@@ -255,113 +241,128 @@ def kill_family(pid):
 
 
 class Proof:
-    """All that is to be shown about some files; `bad` is what speaks against it."""
+    """What is to be shown about one file; `bad` is what speaks against it."""
 
-    def __init__(self, edges, root, only="", names=None):
-        self.edges, self.names = edges, names
-        self.found = {}  # {edge: its mutants}
-        for parent, child in edges:
-            texts = [
-                (root / name).read_text() if name else "" for name in (parent, child)
-            ]
-            self.found[parent, child] = mutants(*texts)
-        self.chosen = {
-            edge: [mutant for mutant in found if only in mutant.what]
-            for edge, found in self.found.items()
-        }
+    def __init__(self, edge, root, only, names):
+        self.edge, self.names = edge, names
+        self.child = edge[1]
+        texts = [(root / name).read_text() if name else "" for name in edge]
+        self.mutants = mutants(*texts)
+        self.chosen = [mutant for mutant in self.mutants if only in mutant.what]
         self.files = [f"tests/{name}.py" for name in names or []] or rung_tests()
+        self.named = self.named_by_line()
+        self.outcomes = {}  # {mutant: Outcome} of those that the named tests let pass
+        self.justified = set()  # what survives, as survivors.txt says
         self.bad = []
-        self.justified = set()
-        self.seconds = dict.fromkeys(edges, 0.0)
-        self.cpu_s = dict.fromkeys(edges, 0.0)
+        self.cpu_s = 0
 
-    def named(self, edge):
-        """{line of the child: the tests that its explanation names}."""
-        if self.names or edge == UTILS:
-            return {}
-        tests = named_tests(*edge)
+    def named_by_line(self):
+        """{line of the child: the tests that its explanation names}.
+
+        Where no chapter is asked (utils.py, tests given by hand) any test counts.
+        """
+        if self.names or self.edge == UTILS:
+            return {mutant.line: self.files for mutant in self.mutants}
+        tests = named_tests(*self.edge)
         return {
             hunk.new_start + i: tests[hunk.number]
-            for hunk in hunks(*edge)
+            for hunk in hunks(*self.edge)
             for i in range(max(1, len(hunk.added)))
         }
 
-    def control(self, forks):
-        """Whether all tests pass on the tree as it is. Sorts the files by time."""
-        children = {child for _, child in self.edges}
-        tasks = [Task("", "", None, [[file]]) for file in self.files]
-        took, selected, fine, cpu_s = {}, [], True, 0
-        for task, outcome in forks.run(tasks, children):
-            ((file,),) = task.stages
-            took[file] = outcome.seconds
-            cpu_s += outcome.cpu_s
+    def show(self, forks):
+        """Run it all. Returns whether nothing speaks against it."""
+        named = {test for mutant in self.chosen for test in self.named[mutant.line]}
+        if not self.control(forks, named):
+            return False
+        tasks = [Task(mutant, self.named[mutant.line], []) for mutant in self.chosen]
+        unmissed = {}
+        for task, outcome in self.run(forks, tasks):
+            if outcome.failed:
+                self.say(task.mutant, outcome.failed[0], [outcome])
+            else:
+                unmissed[task.mutant] = [outcome]
+        rest = sorted({*self.files} - named)
+        if unmissed and rest:
+            if not self.control(forks, rest):
+                return False
+            tasks = [Task(x, rest, unmissed[x][0].selected) for x in unmissed]
+            for task, outcome in self.run(forks, tasks):
+                unmissed[task.mutant].append(outcome)
+        for mutant, outcomes in unmissed.items():
+            self.judge(mutant, outcomes)
+        self.bad += self.not_needed()
+        return not self.bad
+
+    def run(self, forks, tasks):
+        for task, outcome in forks.run(tasks):
+            self.cpu_s += outcome.cpu_s
+            yield task, outcome
+
+    def control(self, forks, tests):
+        """Whether these tests pass on the tree as it is; says so if not."""
+        by_file = {}
+        for test in sorted(tests):
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        tasks = [Task(None, of_file, []) for of_file in by_file.values()]
+        selected, failures = [], []
+        for _, outcome in self.run(forks, tasks):
             selected += outcome.selected
-            wrong = [f"{x} fails" for x in outcome.failed]
-            wrong += [f"{x} TIMED OUT" for x in outcome.timed_out]
-            for what in wrong:
-                print(f"control: {what}: {outcome.log}")
+            wrong = [f"{test} fails" for test in outcome.failed]
+            wrong += [f"{test} TIMED OUT" for test in outcome.timed_out]
             if wrong:
-                fine = False
+                failures.append(f"{', '.join(wrong)}: {outcome.log}")
             else:
                 outcome.log.unlink()
-        for edge in self.edges:
-            for line, tests in self.named(edge).items():
-                for test in tests:
-                    if not any(is_of(x, test) for x in selected):
-                        print(f"{edge[1]}:{line}: its chapter names {test}: no test")
-                        fine = False
-        self.files.sort(key=took.get)
-        spent = f"{sum(took.values()) / forks.jobs:.0f} s, {cpu_s:.0f} CPU s"
-        print(f"control: {len(selected)} tests, {spent}", flush=True)
-        return fine
+        for test in tests:
+            if not failures and not any(is_of(x, test) for x in selected):
+                failures.append(f"{test} is no test of {self.child}, or is left out")
+        print(f"{self.child}: the control has {len(selected)} tests", flush=True)
+        for failure in failures:
+            print(f"The control fails, nothing is taken out: {failure}")
+        return not failures
 
-    def tasks(self):
-        for edge, chosen in self.chosen.items():
-            named = self.named(edge)
-            for mutant in chosen:
-                stages = [named[mutant.line], self.files] if named else [self.files]
-                yield Task(*edge, mutant, stages)
-
-    def judge(self, task, outcome):
-        """Print what became of a mutant; note it if it speaks against the proof."""
-        edge, mutant = (task.parent, task.child), task.mutant
-        self.seconds[edge] += outcome.seconds
-        self.cpu_s[edge] += outcome.cpu_s
-        missed_by = outcome.failed[0] if outcome.failed else None
-        if missed_by and outcome.stage == 0:
-            verdict, bad = missed_by, False
-        elif missed_by:
-            verdict, bad = f"NONE THAT ITS CHAPTER NAMES, BUT {missed_by}", True
-        elif outcome.timed_out:
-            verdict, bad = f"TIMED OUT: {', '.join(outcome.timed_out)}", True
+    def judge(self, mutant, outcomes):
+        """Say what became of a mutant that the first tests have not missed."""
+        failed = [test for outcome in outcomes for test in outcome.failed]
+        timed_out = [test for outcome in outcomes for test in outcome.timed_out]
+        reason = survivors().get((self.child, mutant.what))
+        if failed:
+            verdict = f"NONE THAT ITS CHAPTER NAMES, BUT {failed[0]}"
+        elif timed_out:
+            verdict = f"TIMED OUT: {', '.join(timed_out)}"
+        elif reason:
+            self.justified.add(mutant.what)
+            self.say(mutant, f"survives: {reason}", outcomes)
+            return
         else:
-            verdict, bad = "NO TEST MISSES IT", True
-            reason = survivors().get((task.child, mutant.what))
-            if reason:
-                self.justified.add((task.child, mutant.what))
-                verdict, bad = f"survives: {reason}", False
-        line = f"{task.child}:{mutant.line}"
+            verdict = "NO TEST MISSES IT"
+        self.bad.append(self.say(mutant, verdict, outcomes, keep=True))
+
+    def say(self, mutant, verdict, outcomes, keep=False):
+        """Print one line, and return it with the logs' names if they are kept."""
+        line = f"{self.child}:{mutant.line}"
         line = f"{line:18} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
-        took = f"({outcome.seconds:.0f} s, {outcome.cpu_s:.1f} CPU s)"
-        print(line, took, flush=True)
-        if bad:
-            self.bad.append(f"{line}\n    {outcome.log}")
-        else:
-            outcome.log.unlink()
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        cpu_s = sum(outcome.cpu_s for outcome in outcomes)
+        print(f"{line} ({seconds:.0f} s, {cpu_s:.1f} CPU s)", flush=True)
+        for outcome in outcomes:
+            if keep:
+                line += f"\n    {outcome.log}"
+            else:
+                outcome.log.unlink()
+        return line
 
     def not_needed(self):
         """The lines of survivors.txt whose mutants do not exist or do not survive."""
         wrong = []
         for (file, what), reason in survivors().items():
-            for edge in self.edges:
-                if edge[1] != file:
-                    continue
-                found = what in [mutant.what for mutant in self.found[edge]]
-                chosen = what in [mutant.what for mutant in self.chosen[edge]]
-                survives = (file, what) in self.justified
-                if not found or (chosen and not survives):
-                    why = "does not survive" if found else "is not there"
-                    wrong.append(f"survivors.txt: {file}: {what} — {reason}: it {why}")
+            if file != self.child:
+                continue
+            if what not in [mutant.what for mutant in self.mutants]:
+                wrong.append(f"survivors.txt: {what} — {reason}: not in {file}")
+            elif what in [x.what for x in self.chosen] and what not in self.justified:
+                wrong.append(f"survivors.txt: {what} — {reason}: does not survive")
         return wrong
 
 
@@ -391,28 +392,21 @@ def survivors():
     return found
 
 
-def prove(edges, root=ROOT, jobs=2, only="", names=None):
-    """Run all mutants of `edges`; print what is found. Returns the exit status."""
-    proof = Proof(edges, root, only, names)
-    for (_, child), chosen in proof.chosen.items():
-        kinds = [mutant.kind for mutant in chosen]
-        counts = [f"{kinds.count(kind)} of a {kind}" for kind in sorted({*kinds})]
-        print(f"{child}: {len(chosen)} mutants: {', '.join(counts)}")
-    with Forks(root, jobs) as forks:
-        if not proof.control(forks):
-            print("The control fails: the rungs as they are. No line was taken out.")
-            return 1
-        for task, outcome in forks.run(proof.tasks()):
-            proof.judge(task, outcome)
-    for edge, seconds in proof.seconds.items():
-        spent = (
-            f"{seconds / jobs:.0f} s with {jobs} jobs, {proof.cpu_s[edge]:.0f} CPU s"
-        )
-        print(f"{edge[1]}: {spent}")
-    bad = proof.bad + proof.not_needed()
-    print("\n".join(bad))
-    print(f"{len(bad)} of them speak against the proof")
-    return 1 if bad else 0
+def prove(edge, root=ROOT, jobs=2, only="", names=None):
+    """Run all mutants of one edge, and print what is found: whether all is well."""
+    began = time.monotonic()
+    proof = Proof(edge, root, only, names)
+    kinds = [mutant.kind for mutant in proof.chosen]
+    counts = [f"{kinds.count(kind)} of {kind}" for kind in sorted({*kinds})]
+    print(f"{proof.child}: {len(kinds)} mutants: {', '.join(counts)}", flush=True)
+    with Forks(root, proof.child, jobs) as forks:
+        fine = proof.show(forks)
+    seconds = time.monotonic() - began
+    print(f"{proof.child}: {seconds:.0f} s with {jobs} jobs, {proof.cpu_s:.0f} CPU s")
+    for line in proof.bad:
+        print(line)
+    print(f"{proof.child}: {len(proof.bad)} speak against the proof", flush=True)
+    return fine
 
 
 if __name__ == "__main__":
@@ -432,4 +426,5 @@ if __name__ == "__main__":
     else:
         edges = [tuple(args.names)] if args.names else EDGES
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    sys.exit(prove(edges, args.root, args.jobs, args.only, args.tests))
+    fine = [prove(x, args.root, args.jobs, args.only, args.tests) for x in edges]
+    sys.exit(0 if all(fine) else 1)

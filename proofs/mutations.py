@@ -6,6 +6,7 @@ adds. It reads no file and starts no process; proofs/lines.py runs the tests on 
 
 import ast
 import difflib
+import functools
 import io
 import re
 import tokenize
@@ -50,6 +51,7 @@ def mutants(parent, child):
     return sorted(found.values(), key=lambda mutant: (mutant.line, mutant.what))
 
 
+@functools.cache
 def meaning(text):
     """A program without its comments and layout, or None if it does not compile."""
     try:
@@ -71,18 +73,20 @@ class Diff:
     def __init__(self, parent, child):
         self.parent, self.child = parent, child
         self.old, self.new = parent.split("\n"), child.split("\n")
-        self.old_tree, self.tree = ast.parse(parent), ast.parse(child)
+        self.tree = ast.parse(child)
+        self.old_calls, self.calls = [*calls(ast.parse(parent))], [*calls(self.tree)]
         self.old_units, self.units = logical_lines(parent), logical_lines(child)
         self.pairs = self._pair_units()
         matcher = difflib.SequenceMatcher(None, self.old, self.new, autojunk=False)
         self.hunks = [x for x in matcher.get_opcodes() if x[0] != "equal"]
         code = {line for first, last in self.units for line in range(first, last + 1)}
         code -= self._docstring_lines()
+        changed = code - self._only_commented()
         self.added = {
             line: hunk
             for hunk in self.hunks
             for line in range(hunk[3] + 1, hunk[4] + 1)
-            if line in code and self.new[line - 1].strip()
+            if line in changed and self.new[line - 1].strip()
         }
         self.code = code
 
@@ -92,6 +96,16 @@ class Diff:
             owners.append(self.tree)
         nodes = [x.body[0] for x in owners if ast.get_docstring(x) is not None]
         return {i for x in nodes for i in range(x.lineno, x.end_lineno + 1)}
+
+    def _only_commented(self):
+        """The lines that differ from the parent's in their comments and layout only."""
+        found = set()
+        for (first, last), there in self.pairs.items():
+            new, old = self.new[first - 1 : last], self.old[there[0] - 1 : there[1]]
+            depths = {len(lines[0]) - len(lines[0].lstrip()) for lines in (new, old)}
+            if len(depths) == 1 and words_of(new) == words_of(old):
+                found |= set(range(first, last + 1))
+        return found
 
     def _pair_units(self):
         """{(first, last) of a logical line: that of the parent's it stands for}."""
@@ -164,6 +178,13 @@ def logical_lines(text):
         elif first is None and token.type not in layout:
             first = token.start[0]
     return found
+
+
+def words_of(lines):
+    """The tokens of a logical line, without comments and layout."""
+    text = "\n".join(lines).strip() + "\n"
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [x.string for x in tokens if x.type not in (tokenize.COMMENT, tokenize.NL)]
 
 
 def indented(lines, indent):
@@ -326,7 +347,7 @@ def arguments(diff):
     """The attempt to take out each argument that is added or changed."""
     source = Source(diff.child)
     old_source = Source(diff.parent)
-    for call in calls(diff.tree):
+    for call in diff.calls:
         same = parents_call(diff, call)
         for argument in in_order(call):
             lines = range(argument.lineno, argument.end_lineno + 1)
@@ -375,15 +396,12 @@ def parents_call(diff, call):
         return None
     name = ast.dump(call.func)
 
-    def of_that_name(tree, first, last):
-        return [
-            x
-            for x in calls(tree)
-            if first <= x.lineno <= last and ast.dump(x.func) == name
-        ]
+    def of_that_name(calls, first, last):
+        there = [x for x in calls if first <= x.lineno <= last]
+        return [x for x in there if ast.dump(x.func) == name]
 
-    number = of_that_name(diff.tree, *line).index(call)
-    there = of_that_name(diff.old_tree, *diff.pairs[line])
+    number = of_that_name(diff.calls, *line).index(call)
+    there = of_that_name(diff.old_calls, *diff.pairs[line])
     return there[number] if number < len(there) else None
 
 

@@ -17,7 +17,7 @@ on_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def chaos(*args):
     command = [sys.executable, "-W", "ignore", "-m", "proofs.chaos", *args]
     # It ends by itself if nothing moves for three minutes.
-    return processes.finish(processes.start(command, ROOT), 15 * TIMEOUT_S)
+    return processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
 
 
 @pytest.mark.waits

@@ -4,7 +4,7 @@ What is planted in the copies that run here: a time-out of 10 s instead of five 
 so that a silent loss is noticed within a test's patience, and steps of 10 ms, so that
 something can happen before the training is over.
 
-`pytest -s tests/test_cluster.py | grep measured` prints how long each recovery took.
+`pytest --all -s tests/test_cluster.py | grep measured` prints how long recoveries took.
 """
 
 import math
@@ -18,7 +18,6 @@ import pytest
 from ladder.rungs import ROOT
 from proofs.hosts import Hosts, why_not
 from proofs.launch import plant, train
-from proofs.processes import TIMEOUT_S
 from proofs.results import load, losses, weights
 
 pytestmark = [
@@ -277,7 +276,7 @@ def test_a_link_is_cut_for_good(training):
     other.cut()
     cut, statuses = time.monotonic(), []
     for job, where in ((jobs[1], "the host cut off"), (jobs[0], "the other")):
-        statuses.append(job.wait(2 * TIMEOUT_S))
+        statuses.append(job.wait())
         what = f"from the cut to the launcher's end on {where}"
         measured(what, cut, time.monotonic())
     kept = saved(jobs[0])

@@ -13,7 +13,7 @@ import pytest
 from ladder.rungs import ROOT
 from proofs import processes
 from proofs.hosts import Hosts, Job, why_not
-from proofs.processes import TIMEOUT_S, left_over
+from proofs.processes import TIMEOUT_S, clean_env, left_over
 
 on_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 BED = [sys.executable, "-W", "ignore", "-m", "proofs.hosts"]
@@ -108,12 +108,12 @@ def test_nothing_is_left_when_the_maker_is_killed(tmp_path):
     command += ["--", "sh", "-c", "echo up; sleep 1000"]
     networks = subprocess.run(["ip", "link"], capture_output=True).stdout
     mounts = Path("/proc/self/mountinfo").read_text()
-    process = processes.start(command, ROOT, MARK=mark)
-    lines = {process.stdout.readline().strip() for _ in range(2)}
-    assert lines == {"node0: up", "node1: up"}
-    os.kill(process.pid, signal.SIGKILL)
-    processes.finish(process)
-    assert not left_over(mark)
+    maker = Job(command, cwd=ROOT, env=clean_env(MARK=mark))
+    maker.wait_for("^node0: up$")
+    maker.wait_for("^node1: up$")
+    maker.process.kill()
+    assert maker.wait() == -signal.SIGKILL
+    assert not left_over(mark, TIMEOUT_S)
     assert subprocess.run(["ip", "link"], capture_output=True).stdout == networks
     assert Path("/proc/self/mountinfo").read_text() == mounts
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "node0", tmp_path / "node1"]
