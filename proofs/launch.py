@@ -14,7 +14,7 @@ from proofs.warm import Fork
 
 # The rungs that run as several processes: multigpu.py and all that come from it.
 DISTRIBUTED = [name for name in RUNGS if "multigpu.py" in ancestry(name)]
-UNDER_TORCHRUN = [name for name in RUNGS if commands(name)[0][0] == "torchrun"]
+UNDER_TORCHRUN = [x for x in RUNGS if any("torchrun" in y for y in commands(x))]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
 
 HOOKS = Path(__file__).parent / "hooks"

@@ -48,6 +48,7 @@ OURS = {"ladder", "proofs", "benchmarks", "website", "tests", "utils", "hooks"}
 OURS |= {"variants"}  # what a fork imports again, from its copy
 WAIT_S = "60"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
+PYTEST = "pytest itself"  # fails where it cannot run the tests: this shows nothing
 
 
 class Task(NamedTuple):
@@ -146,7 +147,7 @@ def run_tests(root, child, task, answer):
     if task.tests:  # without any, pytest would run all that it finds
         status = pytest.main([*options, *task.tests], plugins=[judge])
         if status == pytest.ExitCode.USAGE_ERROR:  # a test is not there, for one
-            judge.failed.append("pytest")
+            judge.failed.append(PYTEST)
     answer.write_text(json.dumps([judge.selected, judge.failed, judge.timed_out]))
 
 
@@ -278,13 +279,15 @@ class Proof:
         tasks = [Task(mutant, self.named[mutant.line], []) for mutant in self.chosen]
         unmissed = {}
         for task, outcome in self.run(forks, tasks):
-            if outcome.failed:
+            if outcome.failed and PYTEST not in outcome.failed:
                 self.say(task.mutant, outcome.failed[0], [outcome])
             else:
                 unmissed[task.mutant] = [outcome]
         rest = sorted({*self.files} - named)
         if unmissed and rest:
             if not self.control(forks, rest):
+                for mutant, outcomes in unmissed.items():
+                    self.judge(mutant, outcomes)
                 return False
             tasks = [Task(x, rest, unmissed[x][0].selected) for x in unmissed]
             for task, outcome in self.run(forks, tasks):

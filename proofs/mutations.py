@@ -116,12 +116,13 @@ class Diff:
                 (self.new, self.units),
             )
         ]
+        bare = [[" ".join(words_of([x])) for x in some] for some in texts]
         pairs = {}
         matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
         for tag, i1, i2, j1, j2 in matcher.get_opcodes():
             same = [(k, k) for k in range(i2 - i1)]
             if tag != "equal":
-                same = align(texts[0][i1:i2], texts[1][j1:j2])
+                same = align(bare[0][i1:i2], bare[1][j1:j2])
             pairs |= {self.units[j1 + j]: self.old_units[i1 + i] for i, j in same}
         return pairs
 
