@@ -15,15 +15,17 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from ladder.rungs import ROOT
+from proofs import launch
 from proofs.launch import plant, run_script
 from proofs.processes import TIMEOUT_S, finish, run, start
+from proofs.warm import Fork
 
 HANG = "docs/hangs/hang.py"
 STACKS = ROOT / "docs/hangs/stacks.sh"
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
-pytestmark = pytest.mark.waits  # for time-outs of collectives
+waits = pytest.mark.waits  # for time-outs of collectives
 
 py_spy = pytest.mark.skipif(
     not shutil.which("py-spy", path=PATH)
@@ -34,19 +36,18 @@ py_spy = pytest.mark.skipif(
 
 
 def command(script, fault, nprocs=2):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc-per-node={nprocs}", str(script), fault]
+    return ["torchrun", "--standalone", f"--nproc-per-node={nprocs}", script, fault]
 
 
 def timed(folder, *changes):
     """A copy of hang.py that notes its times, with texts replaced."""
-    return plant(HANG, folder, *changes, hooks=["time_in_loop"])
+    return plant(HANG, folder / "copy", *changes, hooks=["time_in_loop"])
 
 
 def hang(folder, fault, *changes, nprocs=2, **env):
     """Done of a copy of hang.py with texts replaced."""
     script = timed(folder, *changes)
-    return run(command(script, fault, nprocs), folder, **env)
+    return run(launch.real(command(script, fault, nprocs)), folder, **env)
 
 
 def in_the_loop(done):
@@ -77,7 +78,7 @@ def skipped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     change = "timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT})"
     script = timed(folder, change)
-    process = start(command(script, "skip"), folder)
+    process = start(launch.real(command(script, "skip")), folder)
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         if (folder / "trace_0").exists() and (folder / "trace_1").exists():
@@ -102,7 +103,7 @@ def test_the_default_time_outs():
 
 
 def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
-    done = hang(tmp_path, "slow")
+    done = Fork(command(timed(tmp_path), "slow"), tmp_path).finish()
     assert done.returncode == 0, done.stderr
     took_s = in_the_loop(done)
     assert min(took_s[0], took_s[1]) > 6 * 0.3 - 0.3  # the last wait may be another's
@@ -113,6 +114,7 @@ def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
     assert "the slowest is rank 1\n" in done.stdout
 
 
+@waits
 def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     _, done, _ = skipped
     assert done.returncode == 1
@@ -127,6 +129,7 @@ def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     assert re.search(r"rank      : 0 .*\n +exitcode  : 1 ", cause)
 
 
+@waits
 @py_spy
 def test_py_spy_shows_the_line_of_each_rank(skipped):
     _, _, stacks = skipped
@@ -137,12 +140,14 @@ def test_py_spy_shows_the_line_of_each_rank(skipped):
     assert re.match(r"\s+save \(hang.py:\d+\)", main["1"])
 
 
+@waits
 def test_the_flight_recorder_shows_who_called_less(skipped):
     folder, _, _ = skipped
     assert calls(folder, 0) == ["gloo:all_reduce"] * 4
     assert calls(folder, 1) == ["gloo:all_reduce"] * 3
 
 
+@waits
 def test_torchfrtrace_names_the_missing_rank(skipped, tmp_path):
     """And needs the line about `pg_config` for gloo."""
     folder, _, _ = skipped
@@ -159,6 +164,7 @@ def test_torchfrtrace_names_the_missing_rank(skipped, tmp_path):
     assert "KeyError: ('0', 0)" in text
 
 
+@waits
 def test_monitored_barrier_names_the_missing_rank(tmp_path):
     call = "            dist.all_reduce(gradient)"
     ask = "timedelta(seconds=5 + 9 * dist.get_rank()), wait_all_ranks=True"
@@ -168,6 +174,7 @@ def test_monitored_barrier_names_the_missing_rank(tmp_path):
     assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 5000 ms" in done.stderr
 
 
+@waits
 def test_detail_names_the_mismatch(tmp_path):
     """And long before the time-out, which is longer than the test would wait."""
     long = "timedelta(seconds=5)", f"timedelta(seconds={10 * TIMEOUT_S})"

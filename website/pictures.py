@@ -39,7 +39,7 @@ def trace(folder, *, large=True):
     own.
     """
     folder = Path(folder)
-    hooks = ["large_model", "trace_step"] if large else ["trace_step"]
+    hooks = ["large_model", "profile_step"] if large else ["profile_step"]
     script = plant("multigpu.py", folder, hooks=hooks)
     train(
         *(script, 1, 1, "--batch-size", BATCH),

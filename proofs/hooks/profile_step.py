@@ -1,4 +1,4 @@
-"""Rank 0 traces its step TRACED_STEP with the profiler, into trace.json. Saves nothing."""
+"""Rank 0 has the profiler write its step TRACED_STEP to trace.json. Saves nothing."""
 
 import os
 
