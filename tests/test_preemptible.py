@@ -152,6 +152,9 @@ def test_told_just_after_the_ranks_agreed_to_go_on(preempt, tmp_path):
     preempt(5, 5, expect=(0, 5 * 64), LATE="5 1")
     found = [float((tmp_path / rank / "timeout").read_text()) for rank in "01"]
     assert found == [300, 300], "and no rank waits longer for the others' answers"
+    for file in ("backend", "barrier"):
+        found = [(tmp_path / rank / file).read_text() for rank in "01"]
+        assert found == ["gloo", "gloo"], "the ranks compare numbers on the CPU"
 
 
 def test_the_rest_of_an_epoch_on_more_processes_or_fewer(

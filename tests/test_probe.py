@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ladder.rungs import RUNGS
-from proofs.launch import DISTRIBUTED
+from proofs.launch import DISTRIBUTED, plant, train
 
 two_ranks = pytest.mark.parametrize(("name", "nprocs"), [(x, 2) for x in DISTRIBUTED])
 
@@ -95,6 +95,13 @@ def test_one_rank_prints(probes, name, nprocs):
     assert done.stdout.count("epoch 1/2 |") == 1
     assert done.stdout.count("epoch 2/2 |") == 1
     assert done.stdout.count("epoch 2 saved to snapshot.pt") == 1
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_what_ranks_exchange_is_on_the_device(name, tmp_path):
+    """On a GPU, NCCL takes nothing else. On a CPU a hook sees to it."""
+    script = plant(name, tmp_path / "copy", hooks=["on_device"])
+    train(script, 1, 1, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     env = {"MASTER_PORT": blocker.port, "MASTER_ADDR": "localhost"}
     # Ranks that wait for one that nobody starts raise soon, and not after five minutes.
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
-    script = plant(MULTIGPU, tmp_path / "copy", soon)
+    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["quick_stores"])
     env = environment(script, env)
     both = [
         Fork(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)

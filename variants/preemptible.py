@@ -85,7 +85,7 @@ class Trainer:
         loss_sum, samples = torch.zeros((), device=self.device), 0
         for source, targets in self.train_data:
             stop = self.sigterm.clone()
-            dist.all_reduce(stop, dist.ReduceOp.MAX, group=self.cpu_group)
+            dist.all_reduce(stop, group=self.cpu_group)
             if stop:
                 if dist.get_rank() == 0:
                     self._save_snapshot()

@@ -1,8 +1,9 @@
 """For preemptible.py: it notes its steps, and is told to stop at an exact place.
 
 Each rank appends the samples of each step to the file `trained`, and writes the
-time-out of the group in which ranks agree to the file `timeout`. A rank sends SIGTERM
-to itself
+time-out and the backend of the group in which ranks agree to the files `timeout` and
+`backend`, and the backend of the last barrier's group to `barrier` (a group whose
+backend nobody named is "undefined"). A rank sends SIGTERM to itself
 
 - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
   before which all samples of the epoch are run;
@@ -74,8 +75,15 @@ def note_agreement(all_reduce, *arguments, group=None, **options):
         asked += 1
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         pathlib.Path("timeout").write_text(str(timeout.total_seconds()))
+        pathlib.Path("backend").write_text(dist.get_backend(group))
         if os.environ.get("LATE") == f"{asked} {dist.get_rank()}":
             tell()
 
 
+def note_barrier(barrier, group=None):
+    pathlib.Path("barrier").write_text(dist.get_backend(group))
+    barrier(group)
+
+
 replace(dist, "all_reduce", note_agreement)
+replace(dist, "barrier", note_barrier)
