@@ -13,6 +13,7 @@ fork.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import io
@@ -141,6 +142,8 @@ class Fork:
     `pid` is its process. Its output goes to files without names.
     """
 
+    unfinished = set()  # whoever starts a fork and does not finish it: `end_all`
+
     def __init__(self, words, cwd, **env):
         self.out = tempfile.TemporaryFile()  # noqa: SIM115  closed by finish()
         self.err = tempfile.TemporaryFile()  # noqa: SIM115
@@ -148,6 +151,7 @@ class Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
+        self.unfinished.add(self)
         if self.pid == 0:
             os.setsid()
             os.dup2(self.out.fileno(), 1)
@@ -158,7 +162,7 @@ class Fork:
 
     def finish(self, timeout_s=None):
         """Wait for its end: Done. If it hangs, end its session and raise TimedOut."""
-        timeout_s = timeout_s or TIMEOUT_S
+        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         deadline, in_time = time.monotonic() + timeout_s, True
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -168,6 +172,7 @@ class Fork:
                 in_time = False
                 os.killpg(self.pid, signal.SIGKILL)
             time.sleep(0.01)
+        self.unfinished.discard(self)
         texts = []
         for file in (self.out, self.err):
             file.seek(0)
@@ -176,6 +181,13 @@ class Fork:
         if not in_time:
             raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
         return Done(os.waitstatus_to_exitcode(status), *texts)
+
+
+def end_all():
+    """End the forks that nobody has waited for, as after a failure beside them."""
+    for fork in list(Fork.unfinished):
+        with contextlib.suppress(TimedOut):
+            fork.finish(timeout_s=0)
 
 
 def exit_as(program, environment):

@@ -14,7 +14,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from ladder.rungs import ROOT, commands  # noqa: E402
-from proofs import launch, processes, results  # noqa: E402
+from proofs import launch, processes, results, warm  # noqa: E402
 
 OBSERVER = ROOT / "proofs" / "observer"
 
@@ -136,6 +136,13 @@ def probes(tmp_path_factory):
         return results.losses(done), facts, done
 
     return lambda name, nprocs: run(name, processes_of(name, nprocs))
+
+
+@pytest.fixture(autouse=True)
+def no_fork_is_left():
+    """A test that fails between two forks leaves none behind."""
+    yield
+    warm.end_all()
 
 
 @pytest.fixture

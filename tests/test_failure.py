@@ -49,6 +49,19 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
 
 
 @linux
+@pytest.mark.parametrize("name", ["multigpu.py", "multinode.py"])
+def test_a_rank_that_is_killed_is_named(name, tmp_path):
+    script = plant(name, tmp_path, hooks=["in_step_80"])
+    mark = uuid.uuid4().hex
+    env = {"MARK": mark, "IN_STEP_80": "kill"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=ENDS, **env)
+    assert done.returncode == 1
+    assert re.search("process 1 terminated with signal|rank +: 1 ", done.stderr)
+    assert "SIGKILL" in done.stderr
+    assert not left_over(mark)
+
+
+@linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ending_multigpu_ends_its_processes(tmp_path, number):
     """Ctrl-C reaches the whole group; SIGKILL reaches the first process alone."""
