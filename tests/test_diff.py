@@ -50,16 +50,16 @@ def test_budget(parent, child):
 def test_no_noise(parent, child):
     """No line only moved or reformatted, and no comment that goes without its line."""
     lines = changed_lines(parent, child)
-    gone = ["".join(x[1:].split()) for x in lines if x[0] == "-"]
-    come = ["".join(x[1:].split()) for x in lines if x[0] == "+"]
-    assert not [x for x in gone if x.startswith("#")]
-    moved = set(gone) & set(come)
+    removed = ["".join(x[1:].split()) for x in lines if x[0] == "-"]
+    added = ["".join(x[1:].split()) for x in lines if x[0] == "+"]
+    assert not [x for x in removed if x.startswith("#")]
+    moved = set(removed) & set(added)
     indented = {x for x in moved if not_only_indented(x, parent, child)}
     assert not indented
 
 
 def not_only_indented(squeezed, parent, child):
-    """Whether a line both gone and come differs in more than its depth."""
+    """Whether a line both removed and added differs in more than its depth."""
     found = []
     for name in (parent, child):
         lines = (ROOT / name).read_text().splitlines()

@@ -20,20 +20,7 @@ import signal
 import torch
 import torch.distributed as dist
 from hooks import replace
-
-
-class Noted(torch.utils.data.Dataset):
-    """A data set that notes which samples are taken."""
-
-    def __init__(self, data):
-        self.data, self.seen = data, []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.data[index]
+from hooks.noted import Noted
 
 
 def around_load_train_objs(load_train_objs):

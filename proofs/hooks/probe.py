@@ -17,24 +17,11 @@ import pathlib
 import torch
 import torch.distributed as dist
 from hooks import rank, replace
+from hooks.noted import Noted
 
 import utils
 
 facts = {"writes": 0, "orders": [], "random": []}
-
-
-class Indexed(torch.utils.data.Dataset):
-    """A data set that notes which samples are taken."""
-
-    def __init__(self, data):
-        self.data, self.seen = data, []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return self.data[index]
 
 
 class Trainer:
@@ -69,7 +56,7 @@ class Trainer:
 def around_load_train_objs(load_train_objs):
     _, _, *rest = load_train_objs()
     train_set, eval_set = utils.MyTrainDataset(197), utils.MyTrainDataset(17, seed=1)
-    return Indexed(train_set), Indexed(eval_set), *rest
+    return Noted(train_set), Noted(eval_set), *rest
 
 
 def around_main(main, *arguments):
