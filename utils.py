@@ -6,7 +6,6 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 import argparse
 import contextlib
 import io
-import math
 import os
 import sys
 import time
@@ -197,19 +196,13 @@ def from_tensor(data):
     return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
 
 
-def print_run(trainer, total_epochs, world_size=1, batches_per_step=None):
-    """Say what is about to run. A rung that has more to say prints it afterwards.
-
-    batches_per_step: how many batches make a step of the optimizer, counted over all
-    processes; one of each process unless a rung says otherwise.
-    """
+def print_run(trainer, total_epochs, world_size=1):
+    """Say what is about to run. A rung that has more to say prints it afterwards."""
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
-    batches_per_step = batches_per_step or world_size
-    steps = math.ceil(len(train_data) * world_size / batches_per_step)
     print(
         f"{world_size} x {trainer.device.type}, batch {batch} each: effective batch"
-        f" {batches_per_step * batch}, {steps} steps per epoch,"
+        f" {world_size * batch}, {len(train_data)} steps per epoch,"
         f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
     )
     if done >= total_epochs:

@@ -1,10 +1,8 @@
 """Launch a rung: as a user types it, or in forks that have imported torch already."""
 
-import functools
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from ladder.files import edit
@@ -43,8 +41,11 @@ def options_of(name):
     return words[numbers[1] + 1 :]  # after total_epochs and save_every
 
 
-def command(script, total, every, *options, nprocs=2):
-    """The words to type for `script`, a path to a rung or to a copy of one."""
+def command(script, total, every, *options, nprocs=2, own_options=True):
+    """The words to type for `script`, a path to a rung or to a copy of one.
+
+    own_options: whether to add the options in its docstring's command.
+    """
     name = rung_of(script)
     words = list(commands(name)[0])
     at = next(i for i, word in enumerate(words) if word.isdecimal())
@@ -55,10 +56,12 @@ def command(script, total, every, *options, nprocs=2):
         before = [re.sub("(nproc-per-node=).*", rf"\g<1>{nprocs}", x) for x in before]
     elif name in SPAWNED:
         options = ("--nprocs", nprocs, *options)
-    return [str(x) for x in (*before, total, every, *options_of(name), *options)]
+    if own_options:
+        options = (*options_of(name), *options)
+    return [str(x) for x in (*before, total, every, *options)]
 
 
-def real(words):
+def as_typed(words):
     """`words` for a new interpreter: the one of the tests, whatever PATH has."""
     program, *rest = words
     module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
@@ -72,30 +75,31 @@ def environment(script, env):
 
 def start(script, *arguments, cwd, nprocs=2, **env):
     """Start a rung as a user does, for tests that do something to it: a Popen."""
-    words = real(command(script, *arguments, nprocs=nprocs))
+    words = as_typed(command(script, *arguments, nprocs=nprocs))
     return processes.start(words, cwd, **environment(script, env))
 
 
-def launch(script, *arguments, cwd, nprocs=2, real, timeout_s=None, **env):
+def launch(
+    script, *arguments, cwd, real, nprocs=2, own_options=True, timeout_s=None, **env
+):
     """Run a rung with `total_epochs save_every [options]` to its end: Done.
 
     script: a path to a rung or to a copy that `plant` has made. cwd: the folder that it
     runs in. env: variables to set. real: why it takes new interpreters, which cost ten
     times as much; "" if forks show the same. They do, unless the claim is about how a
     process starts or ends: its exit status after a crash, threads that outlive `main`,
-    kills, restarts.
+    kills, restarts. own_options: see `command`.
     """
+    words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
     if real:
-        return processes.finish(
-            start(script, *arguments, cwd=cwd, nprocs=nprocs, **env), timeout_s
-        )
-    words = command(script, *arguments, nprocs=nprocs)
+        process = processes.start(as_typed(words), cwd, **environment(script, env))
+        return processes.finish(process, timeout_s)
     return Fork(words, cwd, **environment(script, env)).finish(timeout_s)
 
 
-def train(script, *arguments, cwd, nprocs=2, real="", **env):
+def train(script, *arguments, cwd, real="", **how):
     """`launch`, and insist that it ends well."""
-    done = launch(script, *arguments, cwd=cwd, nprocs=nprocs, real=real, **env)
+    done = launch(script, *arguments, cwd=cwd, real=real, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -107,24 +111,11 @@ def run_script(script, *arguments, cwd, **env):
     ).finish()
 
 
-@functools.cache
-def batches_per_step(name):
-    """How many batches of one process make a step of the optimizer; 1 for most rungs.
-
-    A rung with options of its own is asked: it prints its effective batch.
-    """
-    if not options_of(name):
-        return 1
-    with tempfile.TemporaryDirectory() as folder:
-        done = train(ROOT / name, 1, 1, "--batch-size", 16, cwd=folder)
-    effective = int(re.search(r"effective batch (\d+)", done.stdout)[1])
-    return effective // (16 * (2 if name in DISTRIBUTED else 1))
-
-
 def batch_size(name, effective, nprocs=2):
     """`--batch-size` of each process, so that a step takes `effective` samples."""
-    nprocs = nprocs if name in DISTRIBUTED else 1
-    return effective // nprocs // batches_per_step(name)
+    if name not in DISTRIBUTED:
+        return effective
+    return effective // nprocs
 
 
 def plant(name, folder, *changes, hooks=()):

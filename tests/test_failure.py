@@ -11,7 +11,7 @@ import pytest
 
 from ladder.rungs import ROOT
 from proofs import processes
-from proofs.launch import command, launch, plant, real, start
+from proofs.launch import as_typed, command, launch, plant, start
 from proofs.processes import TIMEOUT_S, finish, left_over
 from proofs.results import load, same_bits
 
@@ -97,7 +97,7 @@ def restarted(folder, kills, restarts, hooks=(), **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
     hooks = ["killed_attempts", *hooks]
     script = plant("multinode.py", folder / "copy", hooks=hooks)
-    words = real(command(script, 5, 1))
+    words = as_typed(command(script, 5, 1))
     words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
     env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
     return processes.run(words, folder, **env)

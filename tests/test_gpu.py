@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT, RUNGS
-from proofs.launch import DISTRIBUTED, batches_per_step, launch
+from proofs.launch import DISTRIBUTED, launch
 from proofs.processes import run
 from proofs.results import losses
 from tests.conftest import VISIBLE
@@ -34,7 +34,7 @@ def count(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNGS)
 def test_one_process_trains_on_the_gpu(runs, count, name, tmp_path):
     """The losses are those of the CPU, as far as the GPU rounds alike."""
-    options = ("--batch-size", 64 // batches_per_step(name))
+    options = ("--batch-size", 64)
     script = ROOT / name
     done = launch(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=WHY, **ENV)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT
-from proofs.launch import command, environment, home, launch, plant, real, run_script
+from proofs.launch import (
+    as_typed,
+    command,
+    environment,
+    home,
+    launch,
+    plant,
+    run_script,
+)
 from proofs.processes import left_over, run
 from proofs.results import load, same_bits, weights
 from proofs.warm import Fork
@@ -100,7 +108,7 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     """One process is told. It goes when rank 0 has saved, as torchrun then ends all."""
     script = plant(NAME, tmp_path / "copy", hooks=["slow_save", "in_step_80"])
     mark = uuid.uuid4().hex
-    words = real(command(script, 5, 5))
+    words = as_typed(command(script, 5, 5))
     at = words.index("torch.distributed.run")
     words[at - 1 : at + 1] = [IMPATIENT]
     env = {"MARK": mark, "IN_STEP_80": "sigterm"} | environment(script, {})
