@@ -67,7 +67,7 @@ def slug(heading, taken):
 
 def page_names():
     pages = sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("docs/**/*.md"))
-    return ["README.md", *pages]
+    return ["README.md", "CONTRIBUTING.md", *pages]
 
 
 def parse(name, lines=None):

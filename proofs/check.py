@@ -19,6 +19,8 @@ from pathlib import Path
 from ladder.pages import explanations
 from ladder.rungs import ROOT, RUNGS, InputError
 
+TEXT_TESTS = ["tests/test_diff.py", "tests/test_docs.py"]
+
 
 def checks(name, text_only):
     """[(what it checks, command as words)] for one rung, the quickest first."""
@@ -31,7 +33,7 @@ def checks(name, text_only):
     found = [
         ("lint", ["ruff", "check", *files]),
         ("format", ["ruff", "format", "--check", *files]),
-        ("diff: budget, order, noise", [*pytest, "tests/test_diff.py", "-k", stem]),
+        ("diff and pages", [*pytest, *TEXT_TESTS, "-k", stem]),
         ("chapter", [*python, "-m", "website.build", "--check", "--diffs"]),
     ]
     if text_only:
@@ -63,7 +65,7 @@ def main(name, text_only):
                 table.append((what, "not checked: pip install ruff", 0))
                 continue
             command = [sys.executable, "-m", *command]
-        status = subprocess.run(command, cwd=ROOT).returncode
+        status = subprocess.run(command, cwd=ROOT, stderr=subprocess.STDOUT).returncode
         verdict = "ok" if status == 0 else f"FAILED, exit status {status}"
         table.append((what, verdict, time.monotonic() - began))
     print(f"\n{name}")
@@ -83,6 +85,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     # A path from another folder, or a module's name, is understood as well.
     name = os.path.relpath(args.name, ROOT) if os.path.exists(args.name) else args.name
+    if not (ROOT / name).is_file():
+        parser.error(f"there is no file {name}")
     if name not in RUNGS:
         parser.error(
             f"{args.name} is no rung: its docstring must say `Parent: multigpu.py`, or"

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,12 +35,23 @@ def test_the_readme_gives_two_commands():
     assert lines == ["python multigpu.py 50 10", "pytest"]
 
 
-def test_the_readme_lists_every_rung_with_its_command():
-    page = parse("README.md")
-    for name in RUNGS:
-        assert f"[{name}]({name})" in text_of("README.md")
-        for words in commands(name):
-            assert " ".join(words) in [command for _, command, _ in page.commands]
+@pytest.mark.text
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_readme_lists_every_rung_with_its_command(name):
+    assert f"[{name}]({name})" in text_of("README.md")
+    listed = [command for _, command, _ in parse("README.md").commands]
+    for words in commands(name):
+        command = " ".join(words)
+        assert command in listed, f'README.md: add under "Run it": {command}'
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("name", [x for x in RUNGS if "/" in x])
+def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
+    tests = f"tests/test_{Path(name).stem}.py"
+    assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
+    page = "docs/what_is_proven.md"
+    assert f"`{tests}" in text_of(page), f"{page} names no test of {tests}"
 
 
 @pytest.mark.text

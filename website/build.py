@@ -51,7 +51,8 @@ from ladder.rungs import (
 )
 from website.commands import run_all, same
 
-PARTS = r"\*\*What\.\*\* [^*\s].+\*\*Why\.\*\* [^*\s].+\*\*Without it\.\*\* [^*\s]"
+# Each part is followed by a text, which may be in italics but is no other part.
+PARTS = [rf"\*\*{part}\.\*\* (?!\*\*)\S" for part in ("What", "Why", "Without it")]
 
 # What stands between the markers
 
@@ -136,7 +137,7 @@ def check_explanations(pages):
                 problems.append(f"{at}: a second diff under one heading")
             seen[block.anchor] = block
             section = page.section(block)
-            if not re.search(PARTS, section, re.S):
+            if not re.search(".+".join(PARTS), section, re.S):
                 parts = "**What.** ... **Why.** ... **Without it.** ..."
                 problems.append(f"{at}: the explanation must be {parts}")
             names = TEST.findall(section)
