@@ -47,7 +47,7 @@ UTILS = "", "utils.py"  # has no parent: all of it is added
 QUICK = ["tests/test_input.py", "tests/test_probe.py", "tests/test_snapshot.py"]
 OURS = {"ladder", "proofs", "benchmarks", "website", "tests", "utils", "hooks"}
 OURS |= {"variants"}  # what a fork imports again, from its copy
-WAIT_S = "60"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
+WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
 PYTEST = "pytest itself"  # fails where it cannot run the tests: this shows nothing
 

@@ -112,14 +112,15 @@ def test_snapshot_of_another_model(name, runs, copy_of):
 @pytest.mark.parametrize("name", RUNGS)
 def test_no_held_out_sample(name, tmp_path):
     change = ("MyTrainDataset(512, seed=1)", "MyTrainDataset(0, seed=1)")
-    hooks = ["end_at_setup"] if name in UNDER_TORCHRUN else []
+    hooks = ["end_at_setup"] if name in DISTRIBUTED else []
     script = plant(name, tmp_path / "copy", change, hooks=hooks)
     assert refused(name, tmp_path, 5, 1, script=script)
 
 
 def test_more_processes_than_samples(tmp_path):
     args = (5, 1, "--batch-size", 1, "--nprocs", 2049)
-    line = refused("multigpu.py", tmp_path, *args)
+    script = plant("multigpu.py", tmp_path / "copy", hooks=["end_at_setup"])
+    line = refused("multigpu.py", tmp_path, *args, script=script)
     assert line.startswith("one step takes 2049 x 1 samples and there are 2048")
     script = plant("multinode.py", tmp_path / "copy", hooks=["end_at_setup"])
     args = (5, 1, "--batch-size", 1)

@@ -1,7 +1,14 @@
-"""A rung under torchrun ends, with status 1, where it would join the process group."""
+"""A rung ends, with status 1, where it would start processes or join their group."""
 
 import sys
 
+import torch
+from hooks import replace
 
-def around_ddp_setup(_ddp_setup, *_arguments):
+
+def end(*_arguments):
     sys.exit("it would begin to train")
+
+
+around_ddp_setup = end
+replace(torch.multiprocessing, "spawn", end)
