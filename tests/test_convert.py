@@ -39,7 +39,7 @@ def torchrun(script, cwd, nprocs=2, real="", **env):
     """Done of a script under torchrun; `real` as `proofs.launch.launch` has it."""
     words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}", str(script)]
     if real:
-        return run(launch.real(words), cwd, **env)
+        return run(launch.as_typed(words), cwd, **env)
     return Fork(words, cwd, **env).finish()
 
 
