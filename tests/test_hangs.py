@@ -47,7 +47,7 @@ def timed(folder, *changes):
 def hang(folder, fault, *changes, nprocs=2, **env):
     """Done of a copy of hang.py with texts replaced."""
     script = timed(folder, *changes)
-    return run(launch.real(command(script, fault, nprocs)), folder, **env)
+    return run(launch.as_typed(command(script, fault, nprocs)), folder, **env)
 
 
 def in_the_loop(done):
@@ -78,7 +78,7 @@ def skipped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     change = "timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT})"
     script = timed(folder, change)
-    process = start(launch.real(command(script, "skip")), folder)
+    process = start(launch.as_typed(command(script, "skip")), folder)
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         if (folder / "trace_0").exists() and (folder / "trace_1").exists():
