@@ -60,7 +60,8 @@ def sbatch(words):
         done = subprocess.run(
             ["sbatch", *words], cwd=ROOT, env=env, capture_output=True, text=True
         )
-    if "Unable to contact slurm controller" not in done.stderr:
+    # Flags that it does not know are said before it looks for its cluster.
+    if not re.search("Unable to contact slurm|submission failed: Conn", done.stderr):
         raise InputError(done.stderr.strip())
 
 
