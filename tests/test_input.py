@@ -148,7 +148,8 @@ def test_bad_nprocs(args, tmp_path):
 
 def test_multinode_has_no_nprocs(tmp_path):
     """torchrun has it: as a flag of the script it would do nothing."""
-    line = refused("multinode.py", tmp_path, 5, 1, "--nprocs", 2)
+    script = plant("multinode.py", tmp_path / "copy", hooks=["end_at_setup"])
+    line = refused("multinode.py", tmp_path, 5, 1, "--nprocs", 2, script=script)
     assert line == "unrecognized arguments: --nprocs 2"
 
 
