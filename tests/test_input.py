@@ -68,6 +68,13 @@ def refused(name, folder, *args, script=None, **env):
 
 
 @pytest.mark.parametrize("name", RUNGS)
+def test_the_first_process_of_a_machine_speaks_at_once(name, tmp_path):
+    """It is the first test here: if all processes waited, each of the others would."""
+    script = plant(name, tmp_path / "copy", hooks=["no_patience"])
+    assert refused(name, tmp_path, 5, 0, script=script, PATIENCE="raise")
+
+
+@pytest.mark.parametrize("name", RUNGS)
 @pytest.mark.parametrize("args", ARGUMENTS)
 def test_bad_argument(name, args, tmp_path):
     assert ARGUMENTS[args] in refused(name, tmp_path, *args.split())
