@@ -1,7 +1,7 @@
 """How long a process waits that is not the first of its machine, before it speaks.
 
-PATIENCE says what happens when it wants to wait: `none` (it speaks at once; the default)
-or `raise`, where nobody may want to.
+PATIENCE says what happens when it wants to wait: by default it speaks at once, and with
+`raise`, where nobody may want to wait, it ends with an exception.
 """
 
 import os
