@@ -33,6 +33,7 @@ class Trainer:
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
+        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
@@ -43,24 +44,22 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.parameters())
         self.train_data = train_data
         self.eval_data = eval_data
+        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self, total_epochs):
-        if dist.get_rank() == 0:
-            utils.print_run(self, total_epochs, dist.get_world_size())
-        for epoch in range(self.epochs_run, total_epochs):
+    def train(self):
+        self._print(utils.describe_run(self))
+        for epoch in range(self.epochs_run, self.total_epochs):
             start = time.perf_counter()
             train_loss, samples = self._run_epoch(epoch)
             samples_per_s = samples / (time.perf_counter() - start)
-            eval_loss, _ = self._evaluate()
+            metrics = {"train loss": train_loss, **self._evaluate()}
             self.epochs_run = epoch + 1
-            if dist.get_rank() != 0:  # one rank prints and saves
-                continue
-            utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
-            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+            self._print(utils.describe_epoch(self, metrics, samples_per_s))
+            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -69,13 +68,15 @@ class Trainer:
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.train_data.pin_memory
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self._run_batch(source, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return loss_sum / samples, samples
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -88,20 +89,27 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
+        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
+            dist.broadcast(buffer, src=0)
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.eval_data.pin_memory
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self.loss_fn(self.model(source), targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return {"held-out loss": loss_sum / samples}
 
-    def _mean(self, loss_sum, samples):
-        total = torch.tensor([loss_sum, samples], device=self.device)
+    def _sum(self, *values):
+        total = torch.tensor(values, device=self.device)
         dist.all_reduce(total)
-        loss_sum, samples = total.tolist()
-        return loss_sum / samples, samples
+        return total.tolist()
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -109,8 +117,9 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
         }
-        utils.save_atomically(snapshot, self.snapshot_path)
-        print(f"epoch {self.epochs_run} saved to {self.snapshot_path}", flush=True)
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
@@ -131,25 +140,27 @@ def load_train_objs():
     return train_set, eval_set, model, F.mse_loss, make_optimizer
 
 
-def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
     return DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=torch.accelerator.is_available(),
+        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
     )
 
 
 def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    device = utils.get_device(rank, world_size)
+    device = utils.get_device(args.device, rank, world_size)
     ddp_setup(rank, world_size, port)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
-    train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
     sampler = range(rank, len(eval_set), world_size)
-    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler)
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
@@ -157,18 +168,19 @@ def main(rank, world_size, port, args):
         train_data,
         eval_data,
         device,
+        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train(args.total_epochs)
+    ).train()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
+    parser.add_argument("--nprocs", type=utils.positive_int, help=utils.NPROCS)
     args = parser.parse_args()
-    world_size = args.nprocs or torch.accelerator.device_count() or 2
+    world_size = args.nprocs or utils.device_count(args.device) or 2
     utils.check_run(args, *load_train_objs(), world_size=world_size)
     store = dist.TCPStore("localhost", 0, is_master=True)  # 0: any free port
     torch.multiprocessing.spawn(main, (world_size, store.port, args), nprocs=world_size)

@@ -23,6 +23,7 @@ class Trainer:
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
+        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
@@ -32,21 +33,22 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.parameters())
         self.train_data = train_data
         self.eval_data = eval_data
+        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self, total_epochs):
-        utils.print_run(self, total_epochs)
-        for epoch in range(self.epochs_run, total_epochs):
+    def train(self):
+        self._print(utils.describe_run(self))
+        for epoch in range(self.epochs_run, self.total_epochs):
             start = time.perf_counter()
             train_loss, samples = self._run_epoch(epoch)
             samples_per_s = samples / (time.perf_counter() - start)
-            eval_loss, _ = self._evaluate()
+            metrics = {"train loss": train_loss, **self._evaluate()}
             self.epochs_run = epoch + 1
-            utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
-            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+            self._print(utils.describe_epoch(self, metrics, samples_per_s))
+            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -55,13 +57,15 @@ class Trainer:
         torch.manual_seed(epoch)
         self.model.train()
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.train_data.pin_memory
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self._run_batch(source, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return loss_sum / samples, samples
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -75,18 +79,22 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.eval_data.pin_memory
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self.loss_fn(self.model(source), targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return {"held-out loss": loss_sum / samples}
 
-    def _mean(self, loss_sum, samples):
-        total = torch.tensor([loss_sum, samples], device=self.device)
-        loss_sum, samples = total.tolist()
-        return loss_sum / samples, samples
+    def _sum(self, *values):
+        total = torch.tensor(values, device=self.device)
+        return total.tolist()
+
+    def _print(self, text):
+        print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -95,7 +103,7 @@ class Trainer:
             "EPOCHS_RUN": self.epochs_run,
         }
         utils.save_atomically(snapshot, self.snapshot_path)
-        print(f"epoch {self.epochs_run} saved to {self.snapshot_path}", flush=True)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
@@ -116,25 +124,27 @@ def load_train_objs():
     return train_set, eval_set, model, F.mse_loss, make_optimizer
 
 
-def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
     return DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=torch.accelerator.is_available(),
+        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
     )
 
 
 def main(args):
     train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(args, train_set, eval_set, model)
-    device = utils.get_device()
+    utils.check_run(args, train_set, eval_set, model, loss_fn, make_optimizer)
+    device = utils.get_device(args.device)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
     sampler = range(len(eval_set))
-    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler)
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
@@ -142,9 +152,10 @@ def main(args):
         train_data,
         eval_data,
         device,
+        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train(args.total_epochs)
+    ).train()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,29 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 
 import argparse
 import contextlib
-import io
+import glob
 import os
+import select
+import shlex
+import socket
 import sys
 import time
+import uuid
+import zipfile
 
 import torch
+import torch.distributed as dist
 
 # A gloo thread that outlives the training can abort or hang the process at exit. This
 # module keeps the process group alive if it is imported, as DDP does, after the group
 # is made (https://github.com/pytorch/pytorch/issues/190489): so it is imported before.
 import torch.distributed.nn.functional
 from torch.utils.data import Dataset
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody can remove a file that is open
+    fcntl = None
 
 
 class MyTrainDataset(Dataset):
@@ -55,6 +66,37 @@ def fail(message):
     sys.exit(2)
 
 
+def end_in_one_line(kind, error, traceback):
+    """Python calls this for an error that ends the program, to print its traceback.
+
+    Some errors need none: Ctrl-C, a reader of the output that has gone (`| head`), and
+    a process of `mp.spawn` that has printed one line and ended with status 2.
+    """
+    said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
+    if issubclass(kind, KeyboardInterrupt):
+        print("\nstopped by Ctrl-C: the same command resumes", file=sys.stderr)
+    elif said.startswith("BrokenPipeError") and reader_has_gone():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif getattr(error, "exit_code", None) == 2:
+        os._exit(2)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def reader_has_gone():
+    """Whether stdout is a pipe whose other end is closed, as `head` does it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def typed(launcher):
+    """The command that runs this script by `launcher`, with the arguments as typed."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    script = ["-m", spec.name] if spec else [sys.argv[0]]
+    return shlex.join([*launcher.split(), *script, *sys.argv[1:]])
+
+
 def positive_int(text):
     """`text` as an int of 1 or more, else the error that argparse makes a line of."""
     if not text.isdecimal() or int(text) < 1:
@@ -62,8 +104,14 @@ def positive_int(text):
     return int(text)
 
 
+NPROCS = "processes to start (default: one per accelerator, or 2 on the CPU)"
+
+
 def make_parser(doc):
     """The command line that all rungs share; `doc` is the script's docstring."""
+    sys.excepthook = end_in_one_line
+    if "TORCHELASTIC_RUN_ID" in os.environ and "torchrun " not in doc:
+        fail(f"python starts this script, torchrun does not. Type: {typed('python')}")
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,13 +123,20 @@ def make_parser(doc):
         "--batch_size",
         type=positive_int,
         default=32,
-        help="samples in a step of one process (default: 32)",
+        help="samples that one process takes in a step (default: 32); the effective "
+        "batch is this times the number of processes",
     )
     parser.add_argument(
         "--snapshot-path",
         "--snapshot_path",
         default="snapshot.pt",
         help="where to save to and resume from (default: snapshot.pt)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (the accelerator if there is one, else the CPU; this is the "
+        "default), cpu, cuda, or another type that PyTorch knows",
     )
     return parser
 
@@ -90,8 +145,7 @@ def torchrun_env():
     """torchrun's RANK, LOCAL_RANK and WORLD_SIZE as ints, else one line and exit 2."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
-    script = os.path.basename(sys.argv[0])
-    command = f"torchrun --standalone --nproc-per-node=2 {script} 50 10"
+    command = typed("torchrun --standalone --nproc-per-node=2")
     if len(missing) == len(names):
         fail(f"torchrun starts this script, python does not. Type: {command}")
     if missing:
@@ -102,18 +156,71 @@ def torchrun_env():
         fail(f"RANK, LOCAL_RANK or WORLD_SIZE is not a number: {error}")
 
 
-def check_run(args, train_set, eval_set, model, *_, world_size=1):
+def device_type(name, distributed=True):
+    """The type of device that `--device name` means here, else one line and exit 2."""
+    accelerator = torch.accelerator.current_accelerator()
+    available = torch.accelerator.is_available()
+    usable = ["cpu", accelerator.type] if available else ["cpu"]
+    if name not in ["auto", *usable]:
+        fail(f"--device {name}: here PyTorch can only use {' or '.join(usable)}")
+    if distributed and name == "mps":
+        fail("--device mps: processes cannot exchange its tensors. Type --device cpu")
+    if name != "auto":
+        return name
+    if torch.accelerator.device_count() > 0 and not available:
+        fail(
+            f"there are {torch.accelerator.device_count()} accelerators, and PyTorch "
+            "cannot use them: is the driver too old? --device cpu trains without them"
+        )
+    # gloo, which the processes would have to use there, takes no tensors of MPS.
+    return "cpu" if distributed and usable[-1] == "mps" else usable[-1]
+
+
+def device_count(name):
+    """How many devices processes can share out for `--device name`; 0: only the CPU."""
+    return torch.accelerator.device_count() if device_type(name) != "cpu" else 0
+
+
+def get_device(name, local_rank=None, nprocs=1):
+    """The accelerator of this process, made its current one, or its share of the CPU.
+
+    `name` is that of `--device`. Without a `local_rank` there is one process alone.
+    `nprocs` processes share out the CPU's threads; torchrun has done so already.
+    """
+    kind, index = device_type(name, local_rank is not None), local_rank or 0
+    if kind == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // nprocs))
+        return torch.device("cpu")
+    try:
+        torch.accelerator.set_device_index(index)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        fail(f"cannot use {kind} {index}: {reason}. --device cpu trains without it")
+    return torch.device(kind, index)
+
+
+def check_run(
+    args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=None
+):
     """End with one line and exit status 2 if this run cannot work; change no file.
 
-    After `args` comes what `load_train_objs` returns; the rest of it is not looked at.
+    After `args` comes what `load_train_objs` returns. A process that trains alone has
+    no `world_size`.
     """
     devices = torch.accelerator.device_count()
+    on_cpu = device_type(args.device, world_size is not None) == "cpu"
+    world_size = world_size or 1
     # Of one machine's processes, torchrun says how many there are; others at least
     # which this one is. If neither is said, all processes are on this machine.
     nprocs = int(os.environ.get("LOCAL_RANK", world_size - 1)) + 1
-    nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", nprocs))
-    if nprocs > devices > 0:
-        fail(f"{nprocs} processes here need {nprocs} accelerators: there is {devices}")
+    # With --virtual-local-rank each process sees one device, and is number 0 there.
+    if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1 or devices > 1:
+        nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", nprocs))
+    if nprocs > devices > 0 and not on_cpu:
+        fail(
+            f"{nprocs} processes here need {nprocs} accelerators: there is {devices}. "
+            "To try several processes on the CPU, add --device cpu"
+        )
     if world_size * args.batch_size > len(train_set):
         fail(
             f"one step takes {world_size} x {args.batch_size} samples and there are "
@@ -125,101 +232,218 @@ def check_run(args, train_set, eval_set, model, *_, world_size=1):
     if not args.snapshot_path or (os.path.exists(path) and not os.path.isfile(path)):
         fail(f"cannot write {args.snapshot_path!r}: that is no file")
     try:
-        left_by_a_kill = os.path.exists(f"{path}.tmp")
-        open(f"{path}.tmp", "ab").close()
+        beside = name_beside(path)
+        open(beside, "xb").close()
+        os.remove(beside)
     except OSError as error:
-        fail(f"cannot write {args.snapshot_path}.tmp: {error.strerror}")
-    if not left_by_a_kill:
-        with contextlib.suppress(FileNotFoundError):  # another process was quicker
-            os.remove(f"{path}.tmp")
-    if not os.path.exists(path):
-        return
-    cure = "delete it or choose another --snapshot-path"
-    try:
-        snapshot = read_snapshot(path)
-        saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
-        snapshot["OPTIMIZER_STATE"]["param_groups"]
-        if not snapshot["EPOCHS_RUN"] >= 0:
-            raise ValueError
-    except Exception:  # unreadable in one way or another: the cure is the same
-        fail(f"{args.snapshot_path} is cut short or is no snapshot: {cure}")
-    if saved != {name: value.shape for name, value in model.state_dict().items()}:
-        fail(f"{args.snapshot_path} belongs to another model: {cure}")
+        fail(f"cannot write {args.snapshot_path}: {error.strerror}")
+    if os.path.exists(path):
+        check_snapshot(args.snapshot_path, model, make_optimizer(model.parameters()))
 
 
-def get_device(local_rank=0, nprocs=1):
-    """The accelerator of this process, made its current one, or its share of the CPU.
+def check_snapshot(path, model, optimizer):
+    """End with one line and exit status 2 if `model` cannot go on from this snapshot.
 
-    `nprocs` processes share out the CPU's threads; torchrun has done so already.
+    The file is mapped, not read: its shapes are enough, and it may be large.
     """
-    if not torch.accelerator.is_available():
-        torch.set_num_threads(max(1, torch.get_num_threads() // nprocs))
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(torch.accelerator.current_accelerator().type, local_rank)
+    other = "choose another --snapshot-path"
+    try:
+        snapshot = read_snapshot(path, mmap=True)
+        saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
+        groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
+        if not snapshot["EPOCHS_RUN"] >= 0:
+            raise ValueError("EPOCHS_RUN is below 0")
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        fail(f"{path} holds something else than these scripts save ({error}): {other}")
+    except Exception as error:
+        if not zipfile.is_zipfile(path):
+            with open(path, "rb") as file:
+                cut_short = file.read(4) in (b"", b"PK\3\4")  # how torch.save begins
+            if cut_short:
+                fail(f"{path} is cut short: delete it or {other}")
+            fail(f"{path} is no snapshot: {other}")
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].split(". ")[0]
+        fail(f"cannot read {path}: {' '.join(reason.split())}")
+    if saved != {name: value.shape for name, value in model.state_dict().items()}:
+        fail(f"{path} belongs to another model: {other}")
+    check_optimizer(path, groups, optimizer.state_dict()["param_groups"], other)
+
+
+def check_optimizer(path, saved_groups, groups, other):
+    """The same for the optimizer; print the settings that the snapshot replaces."""
+    sizes = [[len(group["params"]) for group in x] for x in (saved_groups, groups)]
+    if sizes[0] != sizes[1]:
+        fail(f"{path} belongs to an optimizer of other parameter groups: {other}")
+    for saved, group in zip(saved_groups, groups, strict=True):
+        for name, value in group.items():
+            # A scheduler changes "lr" and keeps what it started from as "initial_lr".
+            used = saved.get(f"initial_{name}", saved.get(name, value))
+            if name not in saved and isinstance(value, (float, tuple)):
+                fail(f"{path} belongs to another optimizer, without {name}: {other}")
+            if (
+                used != value
+                and name != "params"
+                and os.environ.get("RANK", "0") == "0"
+            ):
+                print(
+                    f"{name} is {used}, from {path}, and not {value} as in the script"
+                )
+
+
+def name_beside(path):
+    """A name for a file that becomes `path` when it is written, new at each call."""
+    return f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def lock(file):
+    """Lock `file` while it is open; OSError if another process has locked it."""
+    if fcntl:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_left_over(path):
+    """Remove what killed writers left beside `path`: files that nobody has locked."""
+    for name in glob.glob(glob.escape(path) + "." + "[0-9a-f]" * 8 + ".tmp"):
+        with contextlib.suppress(OSError), open(name, "rb+") as file:
+            lock(file)
+            os.remove(name)
 
 
 def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old file or the new one, whole.
 
-    Beside, flushed to the disk, renamed into place: `os.replace` is atomic. A kill may
-    leave `path`.tmp behind; the next save uses it up. Two runs need two paths.
+    Beside, flushed to the disk, renamed into place: `os.replace` is atomic. Each write
+    has a name of its own, so that two runs that share a path by mistake do not mix
+    their weights in one file. The next write removes what a kill has left behind.
     """
     path = os.path.realpath(path)  # a link to the file stays a link
-    beside = f"{path}.tmp"
-    with open(beside, "wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    remove_left_over(path)
+    beside = name_beside(path)
+    try:
+        with open(beside, "xb") as file:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                lock(file)
+            torch.save(snapshot, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(beside)
+        cause = error.__context__  # torch hides the disk's error: "unexpected pos"
+        if isinstance(cause, OSError):
+            reason = f"{cause.strerror}: {path} is not written, the old one is kept"
+            raise OSError(cause.errno, reason) from None
+        raise
 
 
-def read_snapshot(path):
-    """The snapshot at `path`, all on the CPU, or {"EPOCHS_RUN": 0} if there is none."""
+def read_snapshot(path, mmap=False):
+    """The snapshot at `path`, all on the CPU, or {"EPOCHS_RUN": 0} if there is none.
+
+    With `mmap` its tensors stay on the disk until they are looked at.
+    """
     if not os.path.exists(path):
         return {"EPOCHS_RUN": 0}
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def to_tensor(snapshot):
-    """`snapshot` as bytes in a uint8 tensor of shape (n,), ready to be broadcast."""
-    file = io.BytesIO()
-    torch.save(snapshot, file)
-    # A clone owns its memory: a tensor that shares a buffer's could not be resized.
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone()
+def identify(path, progress=("EPOCHS_RUN",)):
+    """What a rank tells the others about its snapshot: a tuple that fits `compare`.
+
+    `progress`: the keys that say how far a snapshot is, the most important one first.
+    """
+    snapshot = read_snapshot(path, mmap=True)
+    done = [snapshot.get(key, 0) for key in progress]
+    checksums = []
+    if os.path.exists(path):
+        checksums = [entry.CRC for entry in zipfile.ZipFile(path).infolist()]
+    return done, checksums, socket.gethostname(), os.path.realpath(path)
 
 
-def from_tensor(data):
-    """What `to_tensor` made into `data`, on any device; the result is on the CPU."""
-    buffer = bytearray(len(data))
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
-    return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+def compare(found):
+    """The rank with the newest snapshot, and a line if others have another one or none.
+
+    `found`: of each rank, what `identify` returned.
+    """
+    newest = max(range(len(found)), key=lambda rank: found[rank][0])  # the first of all
+    done, checksums, host, path = found[newest]
+    others = {
+        f"{x[2]}:{x[3]} " + (f"has {x[0][0]}" if x[1] else "is not there")
+        for x in found
+        if x[1] != checksums
+    }
+    if not others:
+        return newest, ""
+    return newest, (
+        f"ranks found different snapshots: all take rank {newest}'s, {host}:{path},"
+        f" with {done[0]} epochs ({', '.join(sorted(others))})"
+    )
 
 
-def print_run(trainer, total_epochs, world_size=1):
-    """Say what is about to run. A rung that has more to say prints it afterwards."""
+def map_tensors(function, value):
+    """`value` with `function` applied to all tensors in its dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, x) for x in value)
+    return value
+
+
+def broadcast_snapshot(snapshot, src, device):
+    """Rank `src`'s snapshot on every rank, on the CPU; it travels through `device`.
+
+    One tensor at a time, so that no rank ever holds the snapshot twice.
+    """
+    here = dist.get_rank() == src
+    outline = [map_tensors(lambda x: x.to("meta"), snapshot) if here else None]
+    dist.broadcast_object_list(outline, src)
+
+    def send(tensor):
+        data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if here:
+            data.copy_(tensor)
+        # As bytes: gloo and NCCL do not know every dtype.
+        dist.broadcast(data.view(-1).view(torch.uint8), src)
+        return data.cpu()
+
+    return map_tensors(send, snapshot if here else outline[0])
+
+
+def describe_run(trainer):
+    """What is about to run, in two lines. A rung with more to say prints it after."""
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
-    print(
-        f"{world_size} x {trainer.device.type}, batch {batch} each: effective batch"
-        f" {world_size * batch}, {len(train_data)} steps per epoch,"
-        f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
-    )
-    if done >= total_epochs:
-        print(f"nothing to do: {path} has finished {done} of {total_epochs} epochs")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    device = trainer.device.type
+    if device == "cpu" and torch.accelerator.is_available():
+        device += f" ({torch.accelerator.current_accelerator().type} is not used)"
+    total = trainer.total_epochs
+    if done >= total:
+        plan = (
+            f"nothing to do: {path} has finished {done} of {total} epochs. To start"
+            " afresh, delete it or choose another --snapshot-path"
+        )
     elif done:
-        print(f"resuming from {path}: {done} of {total_epochs} epochs are finished")
+        plan = f"resuming from {path}: {done} of {total} epochs are finished"
     else:
-        print(f"starting with epoch 1: no epoch is finished in {path}", flush=True)
-
-
-def print_epoch(trainer, total_epochs, train_loss, eval_loss, samples_per_s):
-    """Say how the epoch went that has just finished."""
-    floor = getattr(trainer.eval_data.dataset, "noise_floor", None)
-    print(
-        f"epoch {trainer.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
-        f" | held-out loss {eval_loss:.6f}"
-        + (f" (noise floor {floor:.6f})" if floor else "")
-        + f" | {samples_per_s:,.0f} samples/s",
-        flush=True,
+        plan = f"starting with epoch 1: no epoch is finished in {path}"
+    return (
+        f"{world_size} x {device}, batch {batch} each: effective batch"
+        f" {world_size * batch}, {len(train_data)} steps per epoch,"
+        f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out\n{plan}"
     )
+
+
+def describe_epoch(trainer, metrics, samples_per_s):
+    """How the epoch went that has just finished; `metrics`: names and their floats."""
+    line = f"epoch {trainer.epochs_run}/{trainer.total_epochs}"
+    for name, value in metrics.items():
+        line += f" | {name} {value:.6f}"
+    floor = getattr(trainer.eval_data.dataset, "noise_floor", None)
+    if floor:
+        line += f" (noise floor {floor:.6f})"
+    return f"{line} | {samples_per_s:,.0f} samples/s"
