@@ -73,6 +73,7 @@ def end_in_one_line(kind, error, traceback):
     a process of `mp.spawn` that has printed one line and ended with status 2.
     """
     said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
+    said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
     if issubclass(kind, KeyboardInterrupt):
         print("\nstopped by Ctrl-C: the same command resumes", file=sys.stderr)
     elif said.startswith("BrokenPipeError") and reader_has_gone():
@@ -349,16 +350,15 @@ def read_snapshot(path, mmap=False):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def identify(path, progress=("EPOCHS_RUN",)):
-    """What a rank tells the others about its snapshot: a tuple that fits `compare`.
-
-    `progress`: the keys that say how far a snapshot is, the most important one first.
-    """
+def identify(path):
+    """What a rank tells the others about its snapshot: a tuple that fits `compare`."""
     snapshot = read_snapshot(path, mmap=True)
-    done = [snapshot.get(key, 0) for key in progress]
+    # How far it is: EPOCHS_RUN, then what a variant counts within an epoch.
+    done = [value for value in snapshot.values() if isinstance(value, int)]
     checksums = []
     if os.path.exists(path):
-        checksums = [entry.CRC for entry in zipfile.ZipFile(path).infolist()]
+        with zipfile.ZipFile(path) as file:
+            checksums = [entry.CRC for entry in file.infolist()]
     return done, checksums, socket.gethostname(), os.path.realpath(path)
 
 

@@ -1,4 +1,4 @@
-"""Told to stop, save inside the epoch; resume at that step. Parent: multinode.py
+"""Save at SIGTERM, resume at the same step. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
 """
@@ -24,6 +24,10 @@ def ddp_setup():
     dist.init_process_group(timeout=timedelta(minutes=5))
 
 
+def ignore_sigterm(worker):  # torchrun sends it to the workers of a DataLoader, too
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class ResumableSampler(DistributedSampler):
     start = 0  # how many of this rank's samples are trained already
 
@@ -40,6 +44,7 @@ class Trainer:
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
+        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
@@ -50,6 +55,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.parameters())
         self.train_data = train_data
         self.eval_data = eval_data
+        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
@@ -59,21 +65,18 @@ class Trainer:
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self._load_snapshot()
 
-    def train(self, total_epochs):
-        if dist.get_rank() == 0:
-            utils.print_run(self, total_epochs, dist.get_world_size())
-            print(f"{self.samples_run} samples of the next epoch are trained already")
-        for epoch in range(self.epochs_run, total_epochs):
+    def train(self):
+        self._print(utils.describe_run(self))
+        self._print(f"{self.samples_run} samples of the next epoch are trained already")
+        for epoch in range(self.epochs_run, self.total_epochs):
             start = time.perf_counter()
             train_loss, samples = self._run_epoch(epoch)
             samples_per_s = samples / (time.perf_counter() - start)
-            eval_loss, _ = self._evaluate()
+            metrics = {"train loss": train_loss, **self._evaluate()}
             self.epochs_run = epoch + 1
             self.samples_run = 0
-            if dist.get_rank() != 0:  # one rank prints and saves
-                continue
-            utils.print_epoch(self, total_epochs, train_loss, eval_loss, samples_per_s)
-            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+            self._print(utils.describe_epoch(self, metrics, samples_per_s))
+            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -83,24 +86,25 @@ class Trainer:
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.train_data.pin_memory
         for source, targets in self.train_data:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
-                if dist.get_rank() == 0:
-                    self._save_snapshot()
-                    print(f"preempted {self.samples_run} samples later", flush=True)
-                    open(f"{self.snapshot_path}.preempted", "w").close()
-                dist.barrier(self.cpu_group)  # or torchrun ends those who still save
+                self._save_snapshot()
+                self._print(f"preempted {self.samples_run} samples later")
+                dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
+                open(f"{self.snapshot_path}.preempted", "w").close()
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
             torch.manual_seed(hash((epoch, self.samples_run, dist.get_rank())))
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self._run_batch(source, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
             self.samples_run += len(source) * dist.get_world_size()
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return loss_sum / (samples or float("nan")), samples
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -113,20 +117,27 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
+        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
+            dist.broadcast(buffer, src=0)
         loss_sum, samples = torch.zeros((), device=self.device), 0
+        pinned = self.eval_data.pin_memory
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=pinned)
+            targets = targets.to(self.device, non_blocking=pinned)
             loss = self.loss_fn(self.model(source), targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
-        return self._mean(loss_sum, samples)
+        loss_sum, samples = self._sum(loss_sum, samples)
+        return {"held-out loss": loss_sum / samples}
 
-    def _mean(self, loss_sum, samples):
-        total = torch.tensor([loss_sum, samples], device=self.device)
+    def _sum(self, *values):
+        total = torch.tensor(values, device=self.device)
         dist.all_reduce(total)
-        loss_sum, samples = total.tolist()
-        return loss_sum / (samples or float("nan")), samples
+        return total.tolist()
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -135,27 +146,24 @@ class Trainer:
             "EPOCHS_RUN": self.epochs_run,
             "SAMPLES_RUN": self.samples_run,
         }
-        utils.save_atomically(snapshot, self.snapshot_path)
-        print(f"epoch {self.epochs_run} saved to {self.snapshot_path}", flush=True)
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        data = utils.to_tensor(snapshot).to(self.device)
-        done = snapshot["EPOCHS_RUN"] * len(self.train_data.dataset)
-        done += snapshot.get("SAMPLES_RUN", 0)  # other rungs save none
-        mine = torch.tensor([done, len(data)], device=self.device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        newest = int(torch.stack(found)[:, 0].argmax())  # disks may differ
-        data.resize_(int(found[newest][1]))
-        dist.broadcast(data, src=newest)
-        snapshot = utils.from_tensor(data)
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, utils.identify(self.snapshot_path))
+        newest, differences = utils.compare(found)
+        if differences:  # machines may have disks of their own
+            self._print(differences)
+            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
         if "MODEL_STATE" not in snapshot:
             return
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-        self.samples_run = snapshot.get("SAMPLES_RUN", 0)
+        self.samples_run = snapshot.get("SAMPLES_RUN", 0)  # other rungs save none
 
 
 def load_train_objs():
@@ -168,13 +176,14 @@ def load_train_objs():
     return train_set, eval_set, model, F.mse_loss, make_optimizer
 
 
-def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
     return DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=torch.accelerator.is_available(),
+        worker_init_fn=ignore_sigterm,
+        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
     )
 
 
@@ -182,14 +191,18 @@ def prepare_dataloader(dataset, batch_size, sampler, drop_last=False):
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(args, train_set, eval_set, model, world_size=world_size)
-    device = utils.get_device(local_rank)
+    utils.check_run(
+        args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=world_size
+    )
+    device = utils.get_device(args.device, local_rank)
     ddp_setup()
     # Whole batches only, so that every step averages over equally many samples.
     sampler = ResumableSampler(train_set, drop_last=True)
-    train_data = prepare_dataloader(train_set, args.batch_size, sampler, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
     sampler = range(rank, len(eval_set), world_size)
-    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler)
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
@@ -197,9 +210,10 @@ def main(args):
         train_data,
         eval_data,
         device,
+        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train(args.total_epochs)
+    ).train()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
     dist.destroy_process_group()
 
