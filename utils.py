@@ -73,7 +73,6 @@ def end_in_one_line(kind, error, traceback):
     a process of `mp.spawn` that has printed one line and ended with status 2.
     """
     said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
-    said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
     if issubclass(kind, KeyboardInterrupt):
         print("\nstopped by Ctrl-C: the same command resumes", file=sys.stderr)
     elif said.startswith("BrokenPipeError") and reader_has_gone():

@@ -8,9 +8,9 @@ from ladder.diffs import changed_lines
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
 
 BUDGETS = {  # changed lines, blank ones apart; a variant has 40
-    ("single_gpu.py", "multigpu.py"): 45,
-    ("multigpu.py", "multinode.py"): 35,
-    ("single_gpu.py", "multinode.py"): 50,
+    ("single_gpu.py", "multigpu.py"): 48,
+    ("multigpu.py", "multinode.py"): 37,
+    ("single_gpu.py", "multinode.py"): 52,
 }
 ALL = sorted({*EDGES, *BUDGETS})
 METHODS = ["__init__", "train", "_run_epoch", "_run_batch", "_evaluate"]

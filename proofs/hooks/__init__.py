@@ -5,7 +5,7 @@ copies the folder beside the copied rung and attaches the hook just before the r
 `if __name__ == "__main__":`, in every process. A hook may have
 
 - a class `Trainer`, which is put in front of the rung's: it overrides `__init__`,
-  `train`, `_run_epoch(epoch)`, `_run_batch(source, targets)`, `_evaluate()`,
+  `train()`, `_run_epoch(epoch)`, `_run_batch(source, targets)`, `_evaluate()`,
   `_save_snapshot()` or `_load_snapshot()`, and calls the rung's by `super()`;
 - functions `around_NAME(inner, *arguments)`: each is called instead of the rung's
   function NAME (`load_train_objs`, `main`, ...), which it gets as `inner`.

@@ -7,9 +7,9 @@ from hooks import replace
 import utils
 
 
-def note(get_device, local_rank, *rest):
+def note(get_device, name, local_rank, *rest):
     pathlib.Path("device").write_text(str(local_rank))
-    return get_device(local_rank, *rest)
+    return get_device(name, local_rank, *rest)
 
 
 replace(utils, "get_device", note)

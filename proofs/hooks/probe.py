@@ -25,11 +25,11 @@ facts = {"writes": 0, "orders": [], "random": []}
 
 
 class Trainer:
-    def train(self, total_epochs):
+    def train(self):
         facts["rank"] = rank()
         facts["threads"] = torch.get_num_threads()
         facts["timeout_s"] = self._timeout_s()
-        super().train(total_epochs)
+        super().train()
 
     def _timeout_s(self):
         if not dist.is_initialized():
@@ -69,9 +69,9 @@ def around_main(main, *arguments):
         json.dump(facts, file)
 
 
-def note_device(get_device, local_rank=0, *rest):
+def note_device(get_device, name, local_rank=None, *rest):
     facts["local_rank"] = local_rank
-    return get_device(local_rank, *rest)
+    return get_device(name, local_rank, *rest)
 
 
 def note_write(save_atomically, snapshot, path):
