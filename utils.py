@@ -6,6 +6,7 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 import argparse
 import contextlib
 import glob
+import logging
 import os
 import select
 import shlex
@@ -74,7 +75,8 @@ def end_in_one_line(kind, error, traceback):
     """
     said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
     if issubclass(kind, KeyboardInterrupt):
-        print("\nstopped by Ctrl-C: the same command resumes", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped by Ctrl-C: the same command resumes", file=sys.stderr)
     elif said.startswith("BrokenPipeError") and reader_has_gone():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif getattr(error, "exit_code", None) == 2:
@@ -110,6 +112,8 @@ NPROCS = "processes to start (default: one per accelerator, or 2 on the CPU)"
 def make_parser(doc):
     """The command line that all rungs share; `doc` is the script's docstring."""
     sys.excepthook = end_in_one_line
+    # spawn would warn that it ends the other processes when one has failed.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     if "TORCHELASTIC_RUN_ID" in os.environ and "torchrun " not in doc:
         fail(f"python starts this script, torchrun does not. Type: {typed('python')}")
     parser = argparse.ArgumentParser(
