@@ -218,7 +218,8 @@ def check_run(
     # which this one is. If neither is said, all processes are on this machine.
     nprocs = int(os.environ.get("LOCAL_RANK", world_size - 1)) + 1
     # With --virtual-local-rank each process sees one device, and is number 0 there.
-    if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1 or devices > 1:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not visible or "," in visible:
         nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", nprocs))
     if nprocs > devices > 0 and not on_cpu:
         fail(
@@ -253,6 +254,8 @@ def check_snapshot(path, model, optimizer):
     other = "choose another --snapshot-path"
     try:
         snapshot = read_snapshot(path, mmap=True)
+        if not isinstance(snapshot, dict):
+            raise TypeError(f"a {type(snapshot).__name__}")
         saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
         groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
         if not snapshot["EPOCHS_RUN"] >= 0:
@@ -260,7 +263,8 @@ def check_snapshot(path, model, optimizer):
     except OSError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        fail(f"{path} holds something else than these scripts save ({error}): {other}")
+        reason = f"{type(error).__name__}: {error}"
+        fail(f"{path} is not what these scripts save ({reason}): {other}")
     except Exception as error:
         if not zipfile.is_zipfile(path):
             with open(path, "rb") as file:
@@ -281,19 +285,15 @@ def check_optimizer(path, saved_groups, groups, other):
     if sizes[0] != sizes[1]:
         fail(f"{path} belongs to an optimizer of other parameter groups: {other}")
     for saved, group in zip(saved_groups, groups, strict=True):
-        for name, value in group.items():
-            # A scheduler changes "lr" and keeps what it started from as "initial_lr".
-            used = saved.get(f"initial_{name}", saved.get(name, value))
+        settings = {name: group[name] for name in group if name != "params"}
+        for name, value in settings.items():
             if name not in saved and isinstance(value, (float, tuple)):
                 fail(f"{path} belongs to another optimizer, without {name}: {other}")
-            if (
-                used != value
-                and name != "params"
-                and os.environ.get("RANK", "0") == "0"
-            ):
-                print(
-                    f"{name} is {used}, from {path}, and not {value} as in the script"
-                )
+        for name, value in settings.items():
+            # A scheduler changes "lr" and keeps what it started from as "initial_lr".
+            used = saved.get(f"initial_{name}", saved.get(name, value))
+            if used != value and os.environ.get("RANK", "0") == "0":
+                print(f"{name} is {used}, as in {path}, not {value}, as in the script")
 
 
 def name_beside(path):

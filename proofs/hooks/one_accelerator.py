@@ -1,5 +1,15 @@
-"""This machine says that it has one accelerator."""
+"""This machine says that it has one GPU; to use it fails with MESSAGE."""
+
+import os
 
 import torch
 
+
+def set_device_index(_index):
+    raise RuntimeError(os.environ["MESSAGE"])
+
+
 torch.accelerator.device_count = lambda: 1
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+torch.accelerator.set_device_index = set_device_index
