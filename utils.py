@@ -237,9 +237,9 @@ def check_run(
     if not args.snapshot_path or (os.path.exists(path) and not os.path.isfile(path)):
         fail(f"cannot write {args.snapshot_path!r}: that is no file")
     try:
-        beside = name_beside(path)
-        open(beside, "xb").close()
-        os.remove(beside)
+        with open_beside(path) as file:
+            pass
+        os.remove(file.name)
     except OSError as error:
         fail(f"cannot write {args.snapshot_path}: {error.strerror}")
     if os.path.exists(path):
@@ -296,22 +296,24 @@ def check_optimizer(path, saved_groups, groups, other):
                 print(f"{name} is {used}, as in {path}, not {value}, as in the script")
 
 
-def name_beside(path):
-    """A name for a file that becomes `path` when it is written, new at each call."""
-    return f"{path}.{uuid.uuid4().hex[:8]}.tmp"
-
-
-def lock(file):
-    """Lock `file` while it is open; OSError if another process has locked it."""
-    if fcntl:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def open_beside(path):
+    """A new file beside `path` under a name of its own, locked while it is open."""
+    while True:
+        file = open(f"{path}.{uuid.uuid4().hex[:8]}.tmp", "xb")  # noqa: SIM115
+        if fcntl:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(file.name):
+            return file
+        file.close()  # between `open` and `flock`, another run took it for left over
 
 
 def remove_left_over(path):
     """Remove what killed writers left beside `path`: files that nobody has locked."""
     for name in glob.glob(glob.escape(path) + "." + "[0-9a-f]" * 8 + ".tmp"):
         with contextlib.suppress(OSError), open(name, "rb+") as file:
-            lock(file)
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.remove(name)
 
 
@@ -324,18 +326,18 @@ def save_atomically(snapshot, path):
     """
     path = os.path.realpath(path)  # a link to the file stays a link
     remove_left_over(path)
-    beside = name_beside(path)
+    file = open_beside(path)
     try:
-        with open(beside, "xb") as file:
-            with contextlib.suppress(OSError):  # some file systems have no locks
-                lock(file)
+        with file:
             torch.save(snapshot, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+            if not fcntl:
+                file.close()  # Windows renames no file that is open
+            os.replace(file.name, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.remove(beside)
+            os.remove(file.name)
         cause = error.__context__  # torch hides the disk's error: "unexpected pos"
         if isinstance(cause, OSError):
             reason = f"{cause.strerror}: {path} is not written, the old one is kept"
@@ -373,7 +375,7 @@ def compare(found):
     newest = max(range(len(found)), key=lambda rank: found[rank][0])  # the first of all
     done, checksums, host, path = found[newest]
     others = {
-        f"{x[2]}:{x[3]} " + (f"has {x[0][0]}" if x[1] else "is not there")
+        f"{x[2]}:{x[3]} has {x[0][0] if x[1] else 'none'}"
         for x in found
         if x[1] != checksums
     }
@@ -411,7 +413,7 @@ def broadcast_snapshot(snapshot, src, device):
             data.copy_(tensor)
         # As bytes: gloo and NCCL do not know every dtype.
         dist.broadcast(data.view(-1).view(torch.uint8), src)
-        return data.cpu()
+        return tensor if here else data.cpu()
 
     return map_tensors(send, snapshot if here else outline[0])
 

@@ -13,6 +13,7 @@ TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
 # What a launcher or a user may have set, and what would be taken for it.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_INHERITED |= {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+NOT_INHERITED |= {"TORCHELASTIC_RUN_ID"}
 
 
 class TimedOut(Exception):

@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import sys
-import warnings
 
 import pytest
 
 # All tests run on the CPU, also where there are GPUs, but for those of test_gpu.py.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from ladder.rungs import ROOT, commands  # noqa: E402
 from proofs import launch, processes, results, warm  # noqa: E402

@@ -1,5 +1,7 @@
 """What each rank did, seen from inside: samples, order, threads, the way it ends."""
 
+import ast
+import json
 import os
 
 import pytest
@@ -95,6 +97,42 @@ def test_one_rank_prints(probes, name, nprocs):
     assert done.stdout.count("epoch 1/2 |") == 1
     assert done.stdout.count("epoch 2/2 |") == 1
     assert done.stdout.count("epoch 2 saved to snapshot.pt") == 1
+
+
+def with_lines_added(text):
+    """(`text` with a line added after each statement of `train`, their number)."""
+    (trainer,) = (
+        x for x in ast.parse(text).body if getattr(x, "name", "") == "Trainer"
+    )
+    (train,) = (x for x in trainer.body if getattr(x, "name", "") == "train")
+    statements = [x for x in ast.walk(train) if isinstance(x, ast.stmt) and x != train]
+    lines = text.splitlines()
+    # From the last line to the first: those that are still to come keep their numbers.
+    # Of blocks that end together, what goes after the inner one comes first.
+    ends = sorted(statements, key=lambda x: (x.end_lineno, -x.col_offset))
+    for number in reversed(range(len(ends))):
+        end = ends[number]
+        indent = " " * end.col_offset
+        lines.insert(end.end_lineno, f"{indent}self.passed.append({number})")
+    return "\n".join(lines) + "\n", len(ends)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_line_added_anywhere_in_train_runs_on_every_rank(name, tmp_path):
+    """A reader adds a scheduler's step, a counter or a `break` wherever it seems right.
+
+    On rank 0 alone, it would change what that rank does, with no error.
+    """
+    script = plant(name, tmp_path / "copy", hooks=["note_lines"])
+    text, count = with_lines_added(script.read_text())
+    assert count > 8
+    script.write_text(text)
+    train(script, 2, 1, cwd=tmp_path)
+    files = sorted(tmp_path.glob("noted.*.json"))
+    assert len(files) == (2 if name in DISTRIBUTED else 1)
+    passed = [json.loads(file.read_text()) for file in files]
+    assert set(passed[0]) == set(range(count))
+    assert all(x == passed[0] for x in passed)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)

@@ -1,9 +1,11 @@
 """Snapshots: which one a run resumes from, and that a kill never leaves half of one."""
 
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import time
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 import utils
 from ladder.rungs import ROOT
-from proofs.launch import plant, train
+from proofs.launch import DISTRIBUTED, plant, train
 from proofs.processes import TIMEOUT_S, TimedOut
 from proofs.results import load, weights
 from proofs.warm import Fork
@@ -87,8 +89,7 @@ def test_another_run_that_writes_is_left_alone(tmp_path):
     mine.write_text("a file of the user's")
     left = tmp_path / "snapshot.pt.0123abcd.tmp"
     left.write_text("half a snapshot")
-    with open(tmp_path / "snapshot.pt.4567ef01.tmp", "wb") as written:
-        utils.lock(written)
+    with utils.open_beside(path) as written:
         pid = os.fork()  # a lock is of one process
         if pid == 0:
             utils.save_atomically({"n": torch.ones(3)}, path)
@@ -137,36 +138,129 @@ def test_the_data_is_what_it_says():
     assert abs(loss / train.noise_floor - 1) < 0.1
 
 
-@pytest.mark.parametrize("found", [("old", "new"), ("new", "none")])
+def on_own_disks(script, disks, *arguments, **env):
+    """One process of `script` in each of the folders `disks`, as on two machines."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    env |= {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
+    env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = ["python", script, *arguments]
+    workers = [Fork(words, disk, RANK=i, **env) for i, disk in enumerate(disks)]
+    done = [worker.finish() for worker in workers]
+    assert [x.returncode for x in done] == [0, 0], done[0].stderr + done[1].stderr
+    return done
+
+
+@pytest.mark.parametrize("found", ["old new", "new none", "other new"])
 def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found):
     """Each rank has its own disk; after a restart the newest may be on any of them."""
     new = load(runs("multinode.py")[0] / "snapshot.pt")
     zero = {name: torch.zeros_like(x) for name, x in new["MODEL_STATE"].items()}
-    old = new | {"MODEL_STATE": zero, "EPOCHS_RUN": 2}
+    other = new | {"MODEL_STATE": zero}  # as far, and of another run
+    old = other | {"EPOCHS_RUN": 2}
+    # The first of those that are as far as each other is taken.
+    places = found.split() if found != "other new" else ["new", "other"]
     disks = [tmp_path / "disk0", tmp_path / "disk1"]
-    for disk, what in zip(disks, found, strict=True):
+    for disk, what in zip(disks, places, strict=True):
         disk.mkdir()
         if what != "none":
-            torch.save({"old": old, "new": new}[what], disk / "snapshot.pt")
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
-    env = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
-    env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    other = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
+            snapshot = {"old": old, "new": new, "other": other}[what]
+            torch.save(snapshot, disk / "snapshot.pt")
+    theirs = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
     # Machines with one process each: the device goes by the local rank, which is 0.
     script = plant("multinode.py", tmp_path / "copy", hooks=["note_device"])
-    words = ["python", script, 6, 1]
-    workers = [Fork(words, disk, RANK=i, **env) for i, disk in enumerate(disks)]
-    first, second = [worker.finish() for worker in workers]
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    first, second = on_own_disks(script, disks, 6, 1)
+    # What is said first: whose it is, on which host, and what others had.
+    newest = places.index("new")
+    host = socket.gethostname()
+    there = {"old": 2, "other": 5, "none": "none"}[places[1 - newest]]
+    assert first.stdout.splitlines()[0] == (
+        f"ranks found different snapshots: all take rank {newest}'s,"
+        f" {host}:{disks[newest]}/snapshot.pt, with 5 epochs"
+        f" ({host}:{disks[1 - newest]}/snapshot.pt has {there})"
+    )
     assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
     assert [(x / "device").read_text() for x in disks] == ["0", "0"]
     # Only one process in the world writes.
     assert not second.stdout
     after = (disks[1] / "snapshot.pt").exists() and (disks[1] / "snapshot.pt").stat()
-    assert (other and other.st_mtime_ns) == (after and after.st_mtime_ns)
+    assert (theirs and theirs.st_mtime_ns) == (after and after.st_mtime_ns)
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(runs("multinode.py")[0] / "snapshot.pt", alone)
     train(ROOT / "single_gpu.py", 6, 1, "--batch-size", 64, cwd=alone)
     mine, theirs = (weights(x / "snapshot.pt") for x in (disks[0], alone))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+LARGE = {"LAYER_SIZES": "20,3000,3000,1", "TRAIN_SAMPLES": 64}
+
+
+def peaks(folder, ranks):
+    """Of each rank, what checking and loading took, in sizes of the snapshot."""
+    size = (folder / "snapshot.pt").stat().st_size
+    facts = [json.loads((folder / f"memory.{i}.json").read_text()) for i in ranks]
+    return [{key: value / size for key, value in x.items()} for x in facts]
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/clear_refs"), reason="only Linux counts peaks there"
+)
+@pytest.mark.parametrize("name", ["single_gpu.py", "multigpu.py", "multinode.py"])
+def test_the_memory_that_a_resume_takes(name, tmp_path):
+    """A job that trains is not too big to resume: once the snapshot on each rank.
+
+    Where disks differ, a rank may hold its own for a moment as well: twice. To check a
+    snapshot before the start takes next to nothing, for the file is mapped.
+    """
+    script = plant(name, tmp_path / "copy", hooks=["large_model", "note_memory"])
+    train(script, 1, 1, cwd=tmp_path, **LARGE)
+    train(script, 2, 1, cwd=tmp_path, **LARGE)
+    ranks = [0, 1] if name in DISTRIBUTED else [0]
+    for peak in peaks(tmp_path, ranks):
+        assert peak["load"] < 1.25
+        if "check" in peak:  # the ranks of multigpu.py do not check
+            assert peak["check"] < 0.25
+    if name == "multinode.py":
+        disks = [tmp_path / "disk0", tmp_path / "disk1"]
+        for disk, epochs in zip(disks, (1, 2), strict=True):
+            disk.mkdir()
+            snapshot = load(tmp_path / "snapshot.pt") | {"EPOCHS_RUN": epochs}
+            torch.save(snapshot, disk / "snapshot.pt")
+        del snapshot
+        on_own_disks(script, disks, 2, 1, **LARGE)
+        for i, disk in enumerate(disks):
+            assert peaks(disk, [i])[0]["load"] < 2.25
+
+
+def test_any_dtype_travels_to_the_other_disks(tmp_path):
+    """gloo itself knows no float8; a tensor without dimensions is one, too."""
+    text = "torch.tensor(3.5).to(torch.float8_e4m3fn)"
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    snapshots = [tmp_path / "0.pt", tmp_path / "1.pt"]
+    for disk in disks:
+        disk.mkdir()
+    script = tmp_path / "spread.py"
+    script.write_text(SPREAD.format(tensor=text))
+    shutil.copy(ROOT / "utils.py", tmp_path)
+    on_own_disks(script, disks, tmp_path)
+    first, second = (load(x) for x in snapshots)
+    assert first["STATE"][0]["x"].dtype == torch.float8_e4m3fn
+    assert first["STATE"][0]["x"].float() == second["STATE"][0]["x"].float() == 3.5
+    assert first["STATE"][1] == second["STATE"][1] == (1, "text")
+
+
+SPREAD = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+import utils
+
+dist.init_process_group("gloo")
+there = {{"EPOCHS_RUN": 3, "STATE": [{{"x": {tensor}}}, (1, "text")]}}
+mine = there if dist.get_rank() == 1 else {{"EPOCHS_RUN": 0}}
+got = utils.broadcast_snapshot(mine, 1, torch.device("cpu"))
+torch.save(got, f"{{sys.argv[1]}}/{{dist.get_rank()}}.pt")
+dist.destroy_process_group()
+"""

@@ -7,9 +7,11 @@ import signal
 import pytest
 import torch
 
+import utils
 from ladder.rungs import EDGES, ROOT, RUNGS
 from proofs.launch import (
     DISTRIBUTED,
+    UNDER_TORCHRUN,
     batch_size,
     command,
     environment,
@@ -39,6 +41,15 @@ def test_learns(typed, name):
     before = torch.nn.Linear(20, 1)
     after = load(folder / "snapshot.pt")["MODEL_STATE"]
     assert not torch.isclose(before.weight, after["weight"]).any()
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_first_command_has_nothing_to_complain_about(typed, name):
+    """Not a warning: the first lines that a newcomer sees are the script's own."""
+    _, done, _ = typed(name)
+    if name in UNDER_TORCHRUN:  # torchrun says that it sets OMP_NUM_THREADS
+        done = done._replace(stderr=re.sub("(?m)^W.*run.py.*\n", "", done.stderr))
+    assert not done.stderr
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
@@ -155,7 +166,8 @@ def test_a_finished_run_says_so(runs, copy_of, name):
     path = copy_of(runs(name)[0])
     before = path.read_bytes()
     done = train(ROOT / name, 5, 1, cwd=path.parent)
-    assert "nothing to do: snapshot.pt has finished 5 of 5 epochs" in done.stdout
+    line = "nothing to do: snapshot.pt has finished 5 of 5 epochs. To start afresh, "
+    assert f"{line}delete it or choose another --snapshot-path\n" in done.stdout
     assert not losses(done)
     assert path.read_bytes() == before
 
@@ -169,6 +181,23 @@ def test_dropout_and_the_like_resume_too(tmp_path):
     train(script, 1, 1, cwd=tmp_path)
     train(script, 2, 1, cwd=tmp_path)
     assert same_bits(load(tmp_path / "snapshot.pt"), load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_what_is_evaluated_is_what_is_saved(name, tmp_path):
+    """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
+    linear = "torch.nn.Linear(20, 1)"
+    norm = f"torch.nn.Sequential(torch.nn.BatchNorm1d(20), {linear})"
+    script = plant(name, tmp_path / "copy", (linear, norm))
+    done = train(script, 2, 1, cwd=tmp_path)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
+    model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
+    model.eval()
+    source, targets = (
+        torch.stack(x) for x in zip(*utils.MyTrainDataset(512, seed=1), strict=True)
+    )
+    loss = torch.nn.functional.mse_loss(model(source), targets).item()
+    assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
 
 
 def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):

@@ -105,7 +105,6 @@ def run(command, tree, shims=None):
                 env=clean_env(
                     PATH=os.pathsep.join(path),
                     CUDA_VISIBLE_DEVICES="",
-                    PYTHONWARNINGS="ignore:Failed to initialize NumPy",
                     MARK=folder,
                 ),
                 stdin=subprocess.DEVNULL,
