@@ -104,6 +104,19 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
 
 
+def test_workers_of_a_data_loader_are_told_too(tmp_path):
+    """torchrun signals whole process groups. A worker that died would end its rank."""
+    workers = ("worker_init_fn=", "num_workers=2,\n        worker_init_fn=")
+    script = plant(NAME, tmp_path / "copy", workers, hooks=["in_step_80"])
+    mark = uuid.uuid4().hex
+    env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
+    done = launch(script, 5, 5, cwd=tmp_path, real=ENDS, **env)
+    assert "preempted 1024 samples later\n" in done.stdout, done.stderr
+    assert position(tmp_path / "snapshot.pt") == (2, 1024)
+    assert (tmp_path / "snapshot.pt.preempted").exists()
+    assert not left_over(mark)
+
+
 def test_a_slow_save_is_not_cut_off(tmp_path):
     """One process is told. It goes when rank 0 has saved, as torchrun then ends all."""
     script = plant(NAME, tmp_path / "copy", hooks=["slow_save", "in_step_80"])
