@@ -114,7 +114,8 @@ def make_parser(doc):
     sys.excepthook = end_in_one_line
     # spawn would warn that it ends the other processes when one has failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    if "TORCHELASTIC_RUN_ID" in os.environ and "torchrun " not in doc:
+    by_python = "python " in doc and "torchrun " not in doc  # as its commands say
+    if by_python and "TORCHELASTIC_RUN_ID" in os.environ:
         fail(f"python starts this script, torchrun does not. Type: {typed('python')}")
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter

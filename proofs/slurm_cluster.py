@@ -98,7 +98,7 @@ class Slurm:
         gres = f" Gres=gpu:{gpus}" if gpus else ""
         conf = {**CONF, **QUICK, **conf}
         lines = [f"{name}={value}" for name, value in conf.items()]
-        lines += [f"NodeName=node[1-{count}] CPUs=4{gres}"]
+        lines += [f"NodeName=node[1-{count}] CPUs=4 RealMemory=16000{gres}"]
         lines += partitions or ["PartitionName=all Nodes=ALL Default=YES"]
         key, conf = secrets.token_hex(64), "\n".join(lines)
         self.hosts = hosts.Hosts(count + 1, folder)

@@ -229,6 +229,13 @@ def test_device_cpu_tries_several_processes_on_one_gpu(name, tmp_path):
     assert done.stdout.startswith("2 x cpu (cuda is not used), batch 32 each")
 
 
+def test_device_cpu_starts_two_processes(tmp_path):
+    """However many GPUs there are."""
+    script = plant("multigpu.py", tmp_path / "copy", hooks=["silent_accelerators"])
+    done = run_script(script, 1, 1, "--device", "cpu", cwd=tmp_path)
+    assert done.stdout.startswith("2 x cpu, batch 32 each"), done.stderr
+
+
 @pytest.mark.parametrize("name", RUNGS)
 def test_accelerators_that_do_not_answer(name, tmp_path):
     """A driver that is too old: it counts 8 devices, and none can be used."""

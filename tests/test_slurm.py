@@ -248,6 +248,16 @@ def test_cancelled_it_stays_cancelled(slurm, tmp_path):
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
 
 
+def test_a_second_job_of_the_same_name_waits(slurm, tmp_path):
+    """Both would write one snapshot. Slurm holds the second back."""
+    first = Job(slurm, tmp_path / "1", SCRIPT, 50, 10, stand_in=True)
+    first.wait_for("torchrun(.|\n)*torchrun")
+    second = Job(slurm, tmp_path / "2", SCRIPT, 50, 10, stand_in=True)
+    second.wait_until(lambda: second.facts["Reason"] == "Dependency", "it runs")
+    assert second.facts["JobState"] == "PENDING"
+    assert first.cancel()["JobState"] == second.cancel()["JobState"] == "CANCELLED"
+
+
 def test_a_job_that_matters_more_takes_the_nodes_and_gives_them_back(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--gpus-per-node=2", SCRIPT, 50, 10, stand_in=True)
     job.wait_for("torchrun(.|\n)*torchrun")

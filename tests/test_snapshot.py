@@ -192,6 +192,17 @@ def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
+def test_a_snapshot_travels_through_the_device(runs, tmp_path):
+    """NCCL takes nothing else. On a CPU a hook sees to it."""
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    for disk in disks:
+        disk.mkdir()
+    shutil.copy(runs("multinode.py")[0] / "snapshot.pt", disks[1])
+    script = plant("multinode.py", tmp_path / "copy", hooks=["on_device"])
+    first, _ = on_own_disks(script, disks, 6, 1)
+    assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in first.stdout
+
+
 LARGE = {"LAYER_SIZES": "20,3000,3000,1", "TRAIN_SAMPLES": 64}
 
 

@@ -16,7 +16,7 @@ class Marking(torch.overrides.TorchFunctionMode):
         moved = function is torch.Tensor.to and len(arguments) > 1
         if moved or "device" in options:
             result.is_placed = True
-        elif function is torch.empty_like:
+        elif function in (torch.empty_like, torch.Tensor.view):
             result.is_placed = hasattr(arguments[0], "is_placed")
         return result
 
