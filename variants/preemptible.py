@@ -24,10 +24,6 @@ def ddp_setup():
     dist.init_process_group(timeout=timedelta(minutes=5))
 
 
-def ignore_sigterm(worker):  # torchrun sends it to the workers of a DataLoader, too
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 class ResumableSampler(DistributedSampler):
     start = 0  # how many of this rank's samples are trained already
 
@@ -174,6 +170,10 @@ def load_train_objs():
     model = torch.nn.Linear(20, 1)
     make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
     return train_set, eval_set, model, F.mse_loss, make_optimizer
+
+
+def ignore_sigterm(worker):  # torchrun sends it to the workers of a DataLoader, too
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
