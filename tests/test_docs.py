@@ -145,13 +145,13 @@ NOT_FRESH = {
     "no why": (CHAPTER, "**Why.** All processes", "All processes"),
     "no test": (
         CHAPTER,
-        "half of the effective batch:\n`tests/test_probe.py::test_one_rank_prints`.",
-        "half of the effective batch.",
+        "for it once per rank:\n`tests/test_probe.py::test_one_rank_writes`.",
+        "for it once per rank.",
     ),
     "no such test": (CHAPTER, "`tests/test_input.py::test_bad_nprocs`", "`tests/x.py`"),
     "an empty what": (CHAPTER, "**What.** The training step", "**What.** **Why.** The"),
     "two diffs, one heading": (CHAPTER, "## Forward through the wrapper\n", ""),
-    "a table typed": ("README.md", "| 45, compared with single_gpu.py |", "| 9 |"),
+    "a table typed": ("README.md", "| 48, compared with single_gpu.py |", "| 9 |"),
 }
 
 
@@ -289,7 +289,7 @@ def test_a_rung_is_found_however_it_begins(copy, start):
 
 @pytest.mark.text
 def test_a_script_that_does_not_parse(copy):
-    plant(copy, "multigpu.py", "                continue\n", "")
+    plant(copy, "multigpu.py", "            print(text, flush=True)\n", "")
     status, said = build(copy, "--diffs")
     assert status == 2
     assert re.fullmatch(r"website\.build: error: .+:\d+: multigpu.py:\d+: .+\n", said)

@@ -211,9 +211,9 @@ def planted(tmp_path_factory):
     """A copy of the tree in which multigpu.py has lines that it does not need."""
     folder = tmp_path_factory.mktemp("planted")
     copy_tree(folder)
-    seam = "    def train(self, total_epochs):\n"
-    useless = "        useless = dict(unused=total_epochs)\n"
-    others = "        waits = total_epochs\n        nobody = total_epochs\n"
+    seam = "    def train(self):\n"
+    useless = "        useless = dict(unused=self.total_epochs)\n"
+    others = "        waits = self.total_epochs\n        nobody = self.total_epochs\n"
     edit(folder / "multigpu.py", (seam, f"{seam}{useless}{others}"))
     faults = Path(__file__).parent / "faults"
     shutil.copy(faults / "needs_lines.py", folder / "tests" / "test_planted.py")
@@ -258,8 +258,8 @@ def test_a_hang_is_no_verdict(planted):
 def test_after_a_hang_the_other_tests_decide(planted, tmp_path):
     """Both lines are one here: without it one test hangs and the other one fails."""
     shutil.copytree(planted, tmp_path, dirs_exist_ok=True)
-    both = "waits = total_epochs; nobody = total_epochs"
-    two = "waits = total_epochs\n        nobody = total_epochs"
+    both = "waits = self.total_epochs; nobody = self.total_epochs"
+    two = "waits = self.total_epochs\n        nobody = self.total_epochs"
     edit(tmp_path / "multigpu.py", (two, both))
     status, out = prove(tmp_path, "waits =", "test_planted")
     assert "tests/test_planted.py::test_multigpu_has_a_line (" in out
@@ -268,7 +268,7 @@ def test_after_a_hang_the_other_tests_decide(planted, tmp_path):
 
 def test_without_a_passing_control_nothing_is_taken_out(tmp_path, planted):
     shutil.copytree(planted, tmp_path, dirs_exist_ok=True)
-    edit(tmp_path / "multigpu.py", ("nobody = total_epochs", "pass"))
+    edit(tmp_path / "multigpu.py", ("nobody = self.total_epochs", "pass"))
     status, out = prove(tmp_path, "waits =", "test_planted")
     assert "test_multigpu_has_a_line fails" in out
     assert "The control fails, nothing is taken out" in out
