@@ -132,7 +132,7 @@ def test_a_healthy_cluster(tmp_path):
         assert not re.search("^ok|can train", jobs[1].output, re.M)  # rank 0 alone
         for fact in ("node0: 10.77.0.1 on eth0", "node1: 10.77.0.2 on eth0"):
             assert fact in jobs[0].output
-        assert "every host connects to all others" in jobs[0].output
+        assert "2 hosts know each other's names, and can connect" in jobs[0].output
         assert "all-reduce is right: float32, bfloat16, int64" in jobs[0].output
         assert re.search(r"of 1 MiB: .* Gbit/s", jobs[0].output)
         assert "4 links between hosts" in jobs[0].output
@@ -165,7 +165,6 @@ def test_faults_of_a_host(tmp_path):
                 r"^node1: the InfiniBand port mlx5_1/1 is DOWN$",
                 r"^rank 1 on node1 multiplies wrongly",
                 r"^rank 2 on node1 multiplies wrongly",
-                r"^node1: clock (99|100)\.\d+ s ahead of node0's",
                 rf"^rank 1 on node1: all-reduce is wrong: {wrong}",
                 rf"^rank 2 on node1: all-reduce is wrong: {wrong}",
             ],
@@ -174,7 +173,6 @@ def test_faults_of_a_host(tmp_path):
         cures = jobs[0].output
         assert "type  on node0: export GLOO_SOCKET_IFNAME=eth0" in cures
         assert "docker run --shm-size=512m" in cures
-        assert "type  on node1: chronyc tracking" in cures
 
 
 @pytest.mark.waits
@@ -325,8 +323,7 @@ THROTTLE = "clocks_event_reasons.hw_slowdown"
             f"5, 4, 16, 16, {OK}, {OK}",
             [THROTTLE, THROTTLE.replace("event", "throttle")],
             [
-                "warn the GPUs' health is not all known: nvidia-smi does not know "
-                "clocks_throttle_reasons.hw_slowdown",
+                "warn nvidia-smi does not say all of the GPUs: it does not know clocks",
                 "FAIL GPU 5 has 4 uncorrected",
             ],
         ),
@@ -345,12 +342,13 @@ def test_nvidia_smi(preflight, monkeypatch, tmp_path, answer, unknown, said):
 
 def test_nvidia_smi_that_is_missing_or_fails(preflight, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    fields = ["index"]
-    ((gpus, (why,))) = preflight.ask_nvidia_smi(fields)
-    assert gpus == [] and "No such file" in why
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho lost\nexit 15\n")
+    monkeypatch.setattr(preflight.torch.accelerator, "device_count", lambda: 1)
+    kind, what, _ = list(preflight.gpu_findings())[-1]
+    assert kind == "warn" and "No such file or directory" in what
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU is lost\nexit 15\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert preflight.ask_nvidia_smi(fields) == ([], ["nvidia-smi: lost"])
+    kind, what, _ = list(preflight.gpu_findings())[-1]
+    assert kind == "warn" and what.endswith(": GPU is lost")
 
 
 @pytest.mark.waits
@@ -360,14 +358,14 @@ def test_one_direction_is_blocked(tmp_path):
         hosts[1].run("tc", "qdisc", "add", "dev", "eth0", "ingress")
         block = ["tc", "filter", "add", "dev", "eth0", "ingress", "bpf"]
         hosts[1].run(*block, "direct-action", "bytecode", NO_SYN)
-        command = [*TORCHRUN, "--nnodes=2", "--max-restarts=1", SCRIPT]
+        command = [*TORCHRUN, "--nnodes=2", "--max-restarts=1", SCRIPT, "--cpu"]
         jobs = [host.start(command, **QUIET) for host in hosts]
         assert [job.wait() for job in jobs] == [1, 1], jobs[0].output
         assert_found(
             jobs[0],  # once: a restart does not say it again
             [
                 r"^--max-restarts: a restart may read what the attempt before",
-                r"^node0 cannot connect to node1 \(10\.77\.0\.2\): no answer in 3 s$",
+                r"^node0 cannot connect to node1: no answer from 10\.77\.0\.2:\d+: ",
             ],
         )
         assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in jobs[0].output
@@ -484,6 +482,18 @@ def test_hosts_without_a_name_of_their_own(tmp_path):
         assert "in torchrun's line: --local-addr=10.77.0.4" in job.output
 
 
+@pytest.mark.waits
+@on_hosts
+def test_a_clock_that_is_ahead(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        command = with_roll_call(hosts, "--nnodes=2")
+        ahead = with_fault(tmp_path, "preflight_clock")
+        jobs = [hosts[0].start(command), hosts[1].start(command, **ahead)]
+        assert [job.wait() for job in jobs] == [1, 1], jobs[0].output
+        assert_found(jobs[0], [r"^node1: its clock is (99|100) s ahead$"])
+        assert_found(jobs[1], ["^node1 came, but not all is well: see node0$"])
+
+
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="there is no Slurm")
 def test_slurm_names_the_hosts(preflight, tmp_path, monkeypatch):
     (tmp_path / "slurm.conf").write_text("ClusterName=c\nSlurmctldHost=node0\n")
@@ -556,14 +566,15 @@ def test_half_an_environment_is_bad_input(tmp_path):
 @pytest.mark.waits
 def test_who_fails_says_so_and_who_hangs_is_named(tmp_path):
     command = [sys.executable, SCRIPT, "--nproc-per-node=3", "--standalone"]
-    command += ["--timeout=20", "--cpu"]
+    command += ["--timeout=16", "--cpu"]
     fault = with_fault(tmp_path, "preflight_broken")
     done = processes.run(command, tmp_path, **fault)
     assert done.returncode == 1, done
     for what in (
         r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",
-        r"rank 0 on \S+, waiting for facts: TimeoutError: nothing from rank 1, 2",
-        r"rank 2 did not fail: the others may wait for it",
+        r"rank 0 on \S+, waiting for facts: DistStoreError: wait timeout after 8000ms",
+        r"rank 2 did not fail: do all wait for it\?",
+        r"rank 2 on \S+, .*: stuck: all checks may take 16 s",
     ):
         assert re.search(rf"^FAIL  {what}", done.stdout, re.M), done.stdout
 

@@ -14,22 +14,20 @@ roll at the endpoint and name the missing ones. If all came, torchrun is started
 
 Under Slurm --hosts is known. Rank 0 prints the report: `FAIL` is what makes a training
 hang, crash, be wrong or much too slow; `warn` is what may; `type` is what to type next.
-Exit status: 0 nothing failed, 1 a check failed, 2 the input is bad. You need nothing
-but torch, Linux and the folder tools: copy it to the cluster alone. IPv4 only.
+Exit status: 0 nothing failed, 1 a check failed, 2 the input is bad. To run it, copy the
+folder tools to the cluster. It needs nothing but torch and Linux. IPv4 only.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import faulthandler
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
 import socket
-import socketserver
-import struct
 import subprocess
 import sys
 import threading
@@ -39,17 +37,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import roll_call
-from roll_call import CONNECT_S, COUNTS, bad_input, ok_if_all_is, resolve, say
+from roll_call import COUNTS, bad_input, ok_if_all_is, resolve, say
 
-# torchrun sets LOCAL_RANK (RANK, Kubernetes operators do as well). The roll call does
-# without torch: so it is quick, and runs where torch does not.
+# torchrun sets LOCAL_RANK (RANK, Kubernetes operators do as well). The roll call needs
+# no torch, so that it is quick, and works where torch does not.
 IS_WORKER = "LOCAL_RANK" in os.environ
 if IS_WORKER:
     import torch
     import torch.distributed as dist
 
 SHM_MIB = 256  # for each process; Docker gives 64 to a whole container
-SKEW_WARN_S, SKEW_FAIL_S = 0.1, 2  # torchrun takes a host 15 s behind for dead
 DTYPES = ("float32", "bfloat16", "int64")
 MUST_AGREE = ("torch", "CUDA", "NCCL", "backend", "InfiniBand")  # on all hosts
 SHOULD_AGREE = ("driver", "Python", "device", "network card")
@@ -83,31 +80,31 @@ def infiniband_ports():
 
 
 def ask_nvidia_smi(fields):
-    """([{field: value} of each GPU], [what could not be asked])."""
+    """([{field: value} of each GPU], why not all could be asked)."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}"]
     command += ["--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [], [f"nvidia-smi: {error}"]
+        return [], str(error)
     output = f"{done.stdout}{done.stderr}".strip()
     unknown = re.search(r'Field "(.+?)" is not a valid field', output)
     if unknown and "_event_" in unknown[1]:  # older drivers call it so:
         return ask_nvidia_smi([x.replace("_event_", "_throttle_") for x in fields])
     if unknown:
-        gpus, failed = ask_nvidia_smi([x for x in fields if x != unknown[1]])
-        return gpus, [f"nvidia-smi does not know {unknown[1]}", *failed]
+        gpus, why = ask_nvidia_smi([x for x in fields if x != unknown[1]])
+        return gpus, why or f"it does not know {unknown[1]}"
     if done.returncode:
-        return [], [f"nvidia-smi: {output}"]
+        return [], output.splitlines()[-1] if output else f"status {done.returncode}"
     rows = [line.split(", ") for line in output.splitlines()]
-    return [dict(zip(fields, row, strict=False)) for row in rows], []
+    return [dict(zip(fields, row, strict=False)) for row in rows], ""
 
 
 def gpu_findings():
     """(kind, what, cure) of GPUs that torch cannot use, and that are not well."""
-    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    count = max(count, len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    count = max(count, torch.accelerator.device_count())
+    files = [*Path("/proc/driver/nvidia/gpus").glob("*")]
+    files = files or [*Path("/dev").glob("nvidia[0-9]*")]
+    count = max(len(files), torch.accelerator.device_count())
     if count and not torch.accelerator.is_available():
         cure = "nvidia-smi; python -m torch.utils.collect_env"
         if not (torch.version.cuda or torch.version.hip):
@@ -118,9 +115,9 @@ def gpu_findings():
         return
     fields = ["index", ECC, f"{LANES}.current", f"{LANES}.max"]
     fields += [f"clocks_event_reasons.{name}" for name in HARDWARE]
-    gpus, failed = ask_nvidia_smi(fields)
-    for what in failed:
-        yield "warn", f"the GPUs' health is not all known: {what}", "nvidia-smi -q"
+    gpus, why = ask_nvidia_smi(fields)
+    if why:
+        yield "warn", f"nvidia-smi does not say all of the GPUs: {why}", "nvidia-smi -q"
     for gpu in gpus:
         name, cure = f"GPU {gpu['index']}", f"nvidia-smi -q -i {gpu['index']}"
         numbers = {key: int(x) for key, x in gpu.items() if x.isdecimal()}  # no [N/A]
@@ -160,10 +157,7 @@ def host_findings(backend, processes, devices, shm, cpu):
 
 
 def host_facts(backend, device, cpu):
-    """What rank 0 needs to know of a host, as JSON can carry it.
-
-    expected: Gbit/s that a process should get to another host, 0 if no port says any.
-    """
+    """What rank 0 needs to know of a host, as JSON can carry it."""
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
     shm = shutil.disk_usage("/dev/shm").total >> 20
@@ -186,7 +180,7 @@ def host_facts(backend, device, cpu):
         "addresses": list(roll_call.interfaces().values()),
         "about": f"{address} on {interface}, {about}, /dev/shm {shm} MiB",
         "findings": list(host_findings(backend, processes, devices, shm, cpu)),
-        "expected": expected,
+        "expected": expected,  # Gbit/s to another host; 0 if no port says any
         "crowded": processes > devices > 0,
         "device": "CPU",
         "backend": backend,
@@ -209,40 +203,6 @@ def host_facts(backend, device, cpu):
 # --- The checks: in the processes that torchrun has started
 
 
-class Clock(socketserver.BaseRequestHandler):
-    """Answers each byte with the time here, and who answers."""
-
-    def handle(self):
-        while self.request.recv(1):
-            answer = time.time(), int(os.environ["RANK"])
-            self.request.sendall(struct.pack("dq", *answer))
-
-
-class Server(socketserver.ThreadingTCPServer):
-    request_queue_size = 1024  # all hosts may call at once
-
-
-def probe_host(host):
-    """(seconds of a round trip, seconds that its clock is ahead); or str: why not.
-
-    The quickest of eight round trips: its answer is from within that time of ours.
-    """
-    try:
-        with socket.create_connection(host.listens, CONNECT_S) as connection:
-            times = []
-            for _ in range(8):
-                sent = time.time()
-                connection.sendall(b"?")
-                there, rank = struct.unpack("dq", connection.recv(16))
-                now = time.time()
-                times.append((now - sent, there - (sent + now) / 2))
-            return min(times) if rank == host.rank else "another host answers there"
-    except TimeoutError:
-        return f"no answer in {CONNECT_S} s"
-    except (OSError, struct.error) as error:
-        return getattr(error, "strerror", None) or str(error)
-
-
 def choose_device(local_rank, cpu):
     """What the training would use: utils.get_device."""
     if cpu or not torch.accelerator.is_available():
@@ -257,17 +217,9 @@ def synchronize(device):
         torch.accelerator.synchronize()
 
 
-def multiplies_right(device):
-    size = 256 if device.type == "cpu" else 4096
-    ones = torch.ones(size, size, device=device)
-    return bool((ones @ ones == size).all())
-
-
 def wrong_sums(rank, world_size, device, group=None):
-    """Dtypes that all_reduce adds up wrongly, of sums that each of them has exactly.
-
-    Each element is the same number from two ranks, and 0 from all others.
-    """
+    """Dtypes that all_reduce adds up wrongly, of sums that each of them has exactly."""
+    # Each element is the same number from two ranks, and 0 from all others.
     wrong, index = [], torch.arange(10_000, device=device)
     number = index % 64
     for name in DTYPES:
@@ -281,14 +233,13 @@ def wrong_sums(rank, world_size, device, group=None):
 
 def all_reduce_seconds(device, size):
     """Of an all-reduce of `size` bytes, the same on all ranks."""
-    data, repeats = torch.ones(size // 4, device=device), 5
-    dist.all_reduce(data)  # opens connections
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
+    data, seconds = torch.ones(size // 4, device=device), []
+    for _ in range(4):  # the first opens connections
+        start = time.perf_counter()
         dist.all_reduce(data)
-    synchronize(device)
-    took = torch.tensor((time.perf_counter() - start) / repeats, device=device)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    took = torch.tensor(min(seconds), device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return took.item()
 
@@ -296,9 +247,8 @@ def all_reduce_seconds(device, size):
 def partners(count, index, local_rank=0, local_count=1):
     """With whom of `count` hosts host `index` is paired, one round after the other.
 
-    In each round the numbers of a pair add up to the same: so the pairs are disjoint,
-    and none comes twice. Who would be its own partner sits out: None. Two rounds are
-    enough to pair everybody. Each of `local_count` local ranks has rounds of its own.
+    In each round the numbers of a pair add up to the same: so the pairs are disjoint.
+    Who would be its own partner sits out: None. Two rounds are enough to pair all.
     """
     rounds = min(count, max(2, ROUNDS // local_count))
     for turn in range(local_rank * rounds, (local_rank + 1) * rounds):
@@ -306,25 +256,22 @@ def partners(count, index, local_rank=0, local_count=1):
         yield None if other == index else other
 
 
-def measure(device, peer, first, size):
-    """Gbit/s of messages of `size` bytes to `peer`, which calls this at the same time.
-
-    first: whether this one of the two begins. They send in turn.
-    """
+def measure(device, peer, begins, size):
+    """Gbit/s of messages of `size` bytes to `peer`. Each sends in turn; one begins."""
     data, token = torch.ones(size // 4, device=device), torch.ones(1, device=device)
     best = float("inf")
     for turn in range(2 + 2 * MESSAGES):  # the first two open the connection
-        message = data if turn > 1 else token
+        message, sends = data if turn > 1 else token, begins == (turn % 2 == 0)
         start = time.perf_counter()
-        if (turn % 2 == 0) == first:
+        if sends:
             dist.send(message, peer)
             dist.recv(token, peer)
-            synchronize(device)
-            best = min(best, time.perf_counter() - start if turn > 1 else best)
         else:
             dist.recv(message, peer)
             dist.send(token, peer)
-            synchronize(device)
+        synchronize(device)
+        if sends and turn > 1:
+            best = min(best, time.perf_counter() - start)
     return size * 8e-9 / best
 
 
@@ -341,10 +288,9 @@ def measure_links(device, ranks, me, bytes_per_s, cpu_group):
             others = list(partners(len(peers), index, local_rank, local_count))
             messages = 2 * MESSAGES * len(others) * local_count
             size = min(16 << 20, int(bytes_per_s * MEASURE_S / messages) // 4 * 4)
-            for other in others:
-                if other is not None:
-                    peer = peers[other]
-                    speeds[peer] = measure(device, peer, index < other, max(4, size))
+            for other in [other for other in others if other is not None]:
+                gbit = measure(device, peers[other], index < other, max(4, size))
+                speeds[peers[other]] = gbit
         dist.barrier(group=cpu_group)
     return speeds
 
@@ -354,6 +300,7 @@ def measure_links(device, ranks, me, bytes_per_s, cpu_group):
 
 def report_hosts(hosts, ranks):
     """A line for each host, in what they differ, and what is wrong with each."""
+    say("", f"{len(hosts)} hosts, {len(ranks)} processes, {hosts[0].backend}")
     keys = MUST_AGREE + SHOULD_AGREE
     for host in hosts:
         facts = ", ".join(f"{key} {getattr(host, key)}" for key in keys)
@@ -361,23 +308,20 @@ def report_hosts(hosts, ranks):
     with ok_if_all_is(f"the same on all hosts: {', '.join(keys)}"):
         for key in keys:
             values = [getattr(host, key) for host in hosts]
-            # What most have; in a tie, what rank 0's has.
-            usual = max(values, key=values.count)
-            for host, value in zip(hosts, values, strict=True):
-                if value != usual:
+            usual = max(values, key=values.count)  # in a tie, what rank 0's host has
+            for host in hosts:
+                if (value := getattr(host, key)) != usual:
                     what = f"{host.name} has {key} {value}, the others have {usual}"
-                    cure = f"on {host.name}: python -m torch.utils.collect_env"
-                    cure = f"on {host.name}: ibstat" if key == "InfiniBand" else cure
+                    cure = f"on {host.name}: python -m torch.utils.collect_env; ibstat"
                     say("FAIL" if key in MUST_AGREE else "warn", what, cure)
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         what = "--max-restarts: a restart may read what the attempt before it stored"
         say("warn", what, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    with ok_if_all_is("shared memory, threads, devices, ports, own names"):
+    with ok_if_all_is("shared memory, threads, devices, ports, own names, products"):
         for host in hosts:
             for kind, what, cure in host.findings:
                 say(kind, f"{host.name}: {what}", f"on {host.name}: {cure}")
-    with ok_if_all_is("every process allocates, and computes rightly"):
         for rank in ranks:
             if not rank.right:
                 cure = f"on {rank.host}: nvidia-smi -q; dmesg | grep -i xid"
@@ -385,84 +329,50 @@ def report_hosts(hosts, ranks):
 
 
 def report_network(hosts):
-    """Wrong names, connections that fail, and clocks that rank 0's host finds off."""
-    with ok_if_all_is("every host knows the others by the right name"):
-        for host in hosts:
-            for other, address in zip(hosts, host.resolved, strict=True):
+    """Wrong names, and connections that fail."""
+    with ok_if_all_is(f"{len(hosts)} hosts know each other's names, and can connect"):
+        for host, (index, other) in itertools.product(hosts, enumerate(hosts)):
+            address, why = host.resolved[index], host.calls[index]
+            if address not in other.addresses and host is not other:
                 what = f"on {host.name} the name {other.fqdn} is {address or 'unknown'}"
                 cure = f"on {host.name}: getent hosts {other.fqdn}; cat /etc/hosts"
-                if other is not host and address not in other.addresses:
-                    kind = "FAIL" if address else "warn"
-                    say(kind, f"{what}, and {other.name} is {other.address}", cure)
-    calls = [
-        (x, y, call) for x in hosts for y, call in zip(hosts, x.calls, strict=True)
-    ]
-    slowest = max((call[0] for *_, call in calls if isinstance(call, list)), default=0)
-    what = f"every host connects to all others, in {slowest * 1e3:.2f} ms at most"
-    with ok_if_all_is(what):
-        for host, other, why in calls:
-            if isinstance(why, str):
-                there = f"{other.name} ({other.address})"
+                kind = "FAIL" if address else "warn"
+                say(kind, f"{what}, and {other.name} is {other.address}", cure)
+            if why:
+                what = f"{host.name} cannot connect to {other.name}"
                 cure = f"on {other.name}, all ports: ufw allow from {host.address}"
-                say("FAIL", f"{host.name} cannot connect to {there}: {why}", cure)
-    with ok_if_all_is(f"no clock is off by more than {SKEW_WARN_S} s"):
-        for _, other, call in calls[: len(hosts)]:  # of rank 0's host
-            took, ahead = call if isinstance(call, list) else (0, 0)
-            if abs(ahead) - took > SKEW_WARN_S:
-                kind = "FAIL" if abs(ahead) > SKEW_FAIL_S else "warn"
-                side = "ahead of" if ahead > 0 else "behind"
-                what = (
-                    f"{other.name}: clock {abs(ahead):.2f} s {side} {hosts[0].name}'s"
-                )
-                say(kind, what, f"on {other.name}: chronyc tracking; timedatectl")
-
-
-def report_all(hosts, ranks):
-    """All but the collectives; whether there is any use in trying those."""
-    say("", f"{len(hosts)} hosts, {len(ranks)} processes, {hosts[0].backend}")
-    report_hosts(hosts, ranks)
-    if len(hosts) > 1:
-        report_network(hosts)
-    blocked = any(isinstance(call, str) for host in hosts for call in host.calls)
-    mixed = len({host.backend for host in hosts}) > 1
-    hopeless = blocked or mixed or any(host.crowded for host in hosts)
-    if hopeless:
-        say("", "all-reduce and bandwidth: not tried, mend the above first")
-    return not hopeless
+                say("FAIL", f"{what}: {why}", cure)
 
 
 def report_links(host_of, links, link_gbit):
-    """Links that carry less than half of what they should, the slowest first.
-
-    host_of: {rank: its host}; links: {(rank, rank): Gbit/s}; link_gbit: 0, or what
-    each should carry, whatever the ports say.
-    """
+    """host_of: {rank: its host}. links: {(rank, rank): Gbit/s}."""
     slow = []
     for (a, b), speed in links.items():
         ports = min(host_of[a].expected, host_of[b].expected)
-        if speed < (link_gbit or ports or 1) / 2:
-            slow.append((speed, a, b, link_gbit or ports or 1))
+        expected = link_gbit or ports or 1
+        if speed < expected / 2:
+            slow.append((speed, expected, a, b))
     source = "--link-gbit" if link_gbit else "from the ports' speed"
     between = f"{min(links.values()):.2f} to {max(links.values()):.2f} Gbit/s"
     with ok_if_all_is(f"{len(links)} links between hosts, {between}"):
-        for speed, a, b, should in sorted(slow)[:MOST_LINES]:
+        for speed, expected, a, b in sorted(slow)[:MOST_LINES]:
             x, y = host_of[a], host_of[b]
             what = f"slow link, rank {a} on {x.name} to rank {b} on {y.name}"
-            cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}"
-            if x.backend == "nccl":
-                cure += "; NCCL_DEBUG=INFO says whether it uses InfiniBand"
-            what += f": {speed:.2f} Gbit/s; {should:g} expected ({source})"
-            say("FAIL", what, cure)
+            cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}; "
+            cure += "does NCCL_DEBUG=INFO say NET/IB?" if x.backend == "nccl" else ""
+            say(
+                "FAIL",
+                f"{what}: {speed:.2f} Gbit/s; {expected:g} expected ({source})",
+                cure,
+            )
         if len(slow) > MOST_LINES:
-            more = f"{len(slow)} of {len(links)} links are slow"
-            say("", f"{more}, the slowest {MOST_LINES} are above")
+            say("", f"{len(slow)} of {len(links)} links are slow; these are the worst")
 
 
 class Board:
     """The store as a notice board: each rank puts up what it found, under a title.
 
-    doing: what this process is at, for the message if it fails or is stuck; cure: what
-    to type then.
+    doing, cure: what this process is at, and what to type if it fails there.
     """
 
     def __init__(self, rank):
@@ -473,18 +383,10 @@ class Board:
         self.store.set(f"{title}/{self.rank}", json.dumps(value))
 
     def read(self, title, ranks):
-        """[what each of `ranks` put]; TimeoutError names those that put nothing."""
+        """[what each of `ranks` put], once all have."""
         self.doing, self.cure = f"waiting for {title}", "py-spy dump --pid PID"
-        try:
-            found = self.store.multi_get([f"{title}/{rank}" for rank in ranks])
-        except dist.DistError:
-            missing = self.missing(title, ranks)
-            raise TimeoutError(f"nothing from rank {missing}") from None
+        found = self.store.multi_get([f"{title}/{rank}" for rank in ranks])
         return [json.loads(value) for value in found]
-
-    def missing(self, title, ranks):
-        put = {rank: self.store.check([f"{title}/{rank}"]) for rank in ranks}
-        return ", ".join(str(rank) for rank in ranks if not put[rank])
 
     def fail(self, why):
         """Whichever rank it is says it itself: nobody else may be there to do it."""
@@ -502,27 +404,21 @@ def end_process(status):
 
 def check(args):
     """All checks, in each process that torchrun has started; the exit status."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    try:
-        rank, local_rank, world_size, _, port = (
-            int(os.environ[name]) for name in names
-        )
-        master = os.environ["MASTER_ADDR"]
-    except (KeyError, ValueError) as error:
-        bad_input(f"torchrun sets {', '.join(names)} and MASTER_ADDR: {error}")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names += ("MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        bad_input(f"torchrun sets {', '.join(missing)}")
+    rank, local_rank, world_size = (int(os.environ[name]) for name in names[:3])
+    master, port = (os.environ[name] for name in names[4:])
     board, everybody = Board(rank), range(world_size)
 
     def stuck():
-        board.fail(
-            f"stuck: all checks together may take {args.timeout:g} s (--timeout)"
-        )
+        board.fail(f"stuck: all checks may take {args.timeout:g} s (--timeout)")
         end_process(1)
 
     timer = threading.Timer(args.timeout, stuck)
     timer.daemon = True
     timer.start()
-    # Should Python itself not get to run: C ends it, and says in which line.
-    faulthandler.dump_traceback_later(args.timeout + 5, exit=True)
     try:
         board.doing = f"connecting to rank 0's store at {master}:{port}"
         board.cure = f"getent hosts {master}; nc -vz {master} {port}"
@@ -537,8 +433,10 @@ def check(args):
             board.put("failed", "")
             if rank == 0:
                 time.sleep(2)  # the others fail a moment later
-                if silent := board.missing("failed", everybody):
-                    what = f"rank {silent} did not fail: the others may wait for it"
+                failed = [board.store.check([f"failed/{x}"]) for x in everybody]
+                silent = [str(x) for x in everybody if not failed[x]]
+                if silent:
+                    what = f"rank {', '.join(silent)} did not fail: do all wait for it?"
                     say("FAIL", what, "on its host: py-spy dump --pid PID")
     try:
         if rank == 0:
@@ -565,28 +463,35 @@ def examine(args, board, local_rank, world_size):
     backend = dist.get_default_backend_for_device(device.type)
     board.doing, board.cure = f"allocating and computing on {device}", "nvidia-smi"
     mine = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname()}
-    mine["right"] = multiplies_right(device)
+    ones = torch.ones(*[256 if device.type == "cpu" else 4096] * 2, device=device)
+    mine["right"] = bool((ones @ ones == len(ones)).all())
     if local_rank == 0:  # it speaks for its host
-        server = Server(("", 0), Clock)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         mine |= host_facts(backend, device, args.cpu)
-        mine["listens"] = (mine["address"], server.server_address[1])
+        # Whoever connects is content with that: nobody needs to accept.
+        listener = socket.create_server(("", 0), backlog=1024)
+        mine["listens"] = (mine["address"], listener.getsockname()[1])
     board.put("facts", mine)
     ranks = [types.SimpleNamespace(**facts) for facts in board.read("facts", everybody)]
     hosts = [facts for facts in ranks if facts.local_rank == 0]
 
     if local_rank == 0:
         board.doing = "connecting to the other hosts"
-        others = [None if host.rank == rank else host for host in hosts]
+        others = [host.rank != rank and host.listens for host in hosts]
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            calls = list(pool.map(lambda host: host and probe_host(host), others))
+            calls = pool.map(lambda x: x and roll_call.probe_port(*x)[1], others)
         names = [resolve(host.fqdn) for host in hosts]
-        board.put("connections", {"calls": calls, "resolved": names})
+        board.put("connections", {"calls": [*calls], "resolved": names})
     if rank == 0:
         found = board.read("connections", [host.rank for host in hosts])
         for host, more in zip(hosts, found, strict=True):
             vars(host).update(more)
-        board.put("go", report_all(hosts, ranks))
+        report_hosts(hosts, ranks)
+        report_network(hosts)
+        blocked = any(any(host.calls) for host in hosts)
+        mixed = any(host.crowded or host.backend != backend for host in hosts)
+        if blocked or mixed:
+            say("", "all-reduce and bandwidth: not tried, mend the above first")
+        board.put("go", not blocked and not mixed)
     if not board.read("go", [0])[0]:
         return
 
@@ -613,7 +518,7 @@ def examine(args, board, local_rank, world_size):
     board.put("sums", wrong + [f"{name} (gloo group)" for name in on_cpu])
     board.doing = "measuring the all-reduce"
     size, speeds = 1 << 20, {}
-    latency, took = (all_reduce_seconds(device, n) for n in (4, size))
+    took = all_reduce_seconds(device, size)
     if len(hosts) > 1:
         board.doing = "measuring each link"
         speeds = measure_links(device, ranks, rank, size / took, cpu_group)
@@ -626,8 +531,7 @@ def examine(args, board, local_rank, world_size):
                 what = f"rank {other.rank} on {other.host}: all-reduce is wrong:"
                 say("FAIL", f"{what} {', '.join(dtypes)}")
     gbit = 2 * (world_size - 1) / world_size * size * 8e-9 / took  # of each, on a ring
-    what = f"all-reduce of 4 B: {latency * 1e3:.2f} ms; of 1 MiB: {took * 1e3:.2f} ms"
-    say("", f"{what}, {gbit:.2f} Gbit/s")
+    say("", f"all-reduce of 1 MiB: {took * 1e3:.2f} ms, {gbit:.2f} Gbit/s")
     found = zip(ranks, board.read("speeds", everybody), strict=True)
     links = {(a.rank, int(b)): gbit for a, x in found for b, gbit in x.items()}
     leaders = {host.rank: host for host in hosts}
@@ -643,14 +547,14 @@ def main():
         allow_abbrev=False,
     )
     parser.error = bad_input
-    number = {"type": float, "metavar": "N"}
-    wait = "seconds for all hosts to come (30)"
-    timeout = "seconds for all checks together (60)"
-    link = "Gbit/s from host to host, half will do (what the ports say)"
     parser.add_argument("--hosts", default="", help="the names of all: node0,node1")
-    parser.add_argument("--wait", default=30, help=wait, **number)
-    parser.add_argument("--timeout", default=60, help=timeout, **number)
-    parser.add_argument("--link-gbit", default=0, help=link, **number)
+    for name, default, what in (
+        ("--wait", 30, "seconds for all hosts to come (30)"),
+        ("--timeout", 60, "seconds for all checks together (60)"),
+        ("--link-gbit", 0, "Gbit/s from host to host; half will do (as ports say)"),
+    ):
+        number = {"type": float, "metavar": "N", "default": default}
+        parser.add_argument(name, help=what, **number)
     parser.add_argument("--cpu", action="store_true", help="check without the GPUs")
     args, flags = parser.parse_known_args()
     if not args.wait > 0 or not args.timeout > 0 or not args.link_gbit >= 0:

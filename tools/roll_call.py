@@ -1,11 +1,9 @@
 """Name the hosts that do not come, before torchrun waits for them in silence.
 
 torchrun starts no script before all hosts have come, so no script can say which host is
-missing. tools/preflight.py therefore calls the roll first. Every host listens at the
-port that torchrun will use, and reports to the endpoint's host. That host asks those
-that did not come why, and names them. If all came, each host starts torchrun.
-
-Nothing here imports torch: the roll call is quick, and it works where torch does not.
+missing. Therefore each host first listens at the port that torchrun will use, and
+reports to the endpoint's host. That host asks those that did not come why, and names
+them. If all came, each host starts torchrun. Nothing here imports torch before that.
 """
 
 import argparse
@@ -26,6 +24,7 @@ import time
 from pathlib import Path
 
 CONNECT_S = 3  # a host that takes longer to answer is as good as away
+SKEW_S = 5  # torchrun takes a host for dead whose clock is 15 s behind
 COUNTS = collections.Counter()  # of what was said, by kind
 
 
@@ -52,9 +51,6 @@ def bad_input(message):
     sys.exit(2)
 
 
-# --- Names and interfaces of this host
-
-
 def resolve(name):
     """The IPv4 address of `name`, or "" if it has none here."""
     try:
@@ -78,9 +74,8 @@ def interfaces():
 def choose_interface(backend):
     """(interface, address, complaint): where `backend` will listen on this host.
 
-    This repeats the backends' own choice. The variable comes first. Without it, gloo
-    takes the interface to which the host's own name resolves; NCCL takes InfiniBand, or
-    else one that is neither loopback nor a container's.
+    They choose what the variable names. Without it, gloo takes what the host's own name
+    leads to; NCCL takes InfiniBand, or else what is no loopback and no container's.
     """
     there_are, own = interfaces(), socket.gethostname()
     wanted = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
@@ -114,24 +109,17 @@ def problem_with_own_name(given, count, endpoint):
     c10d also compares the own name with the endpoint's, unless it is told `is_host`.
     """
     own, (_, address, _) = socket.gethostname(), choose_interface("nccl")
-    flags = f"--local-addr={address}"
-    if count > 1 and (given.local_addr or socket.getfqdn()).startswith("localhost"):
-        what = f"{own} would tell the others to call localhost"
-        return [what, f"on {own}, in torchrun's line: {flags}"]
-    cured = given.local_addr
+    flags, cured = f"in torchrun's line: --local-addr={address}", given.local_addr
+    if count > 1 and (cured or socket.getfqdn()).startswith("localhost"):
+        return [f"{own} would tell the others to call localhost", f"on {own}, {flags}"]
     if count > 1 and given.rdzv_backend == "c10d":
         cured = cured and "is_host" in given.rdzv_conf and resolve(endpoint)
         flags += " --rdzv-conf=is_host=false"
     if cured or resolve(own):
         return []
-    what = f"{own} cannot resolve its own name: torchrun would crash or hang"
     cure = f"on {own}: echo '{address} {own}' >> /etc/hosts"
-    if own != endpoint:
-        cure += f"; or in torchrun's line: {flags}"
-    return [what, cure]
-
-
-# --- Messages between two hosts
+    cure += f"; or {flags}" if own != endpoint else ""
+    return [f"{own} cannot resolve its own name: torchrun would crash or hang", cure]
 
 
 def probe_port(name, port):
@@ -165,9 +153,6 @@ def receive(connection, timeout_s=CONNECT_S):
     return json.loads(connection.makefile("rb").readline())
 
 
-# --- The roll call
-
-
 def roll_call(hosts, problem, endpoint, port, count, wait_s):
     """Whether `count` hosts come to the endpoint within `wait_s`; if not, say who not.
 
@@ -194,12 +179,16 @@ def roll_call(hosts, problem, endpoint, port, count, wait_s):
                 connection, (address, _) = listener.accept()
                 hello = receive(connection)
                 others[address] = hello["name"], hello["problem"], connection
+                ahead = hello["time"] - time.time()  # the message took no time to come
+                if abs(ahead) > SKEW_S:
+                    side = "ahead" if ahead > 0 else "behind"
+                    what = f"{hello['name']}: its clock is {abs(ahead):.0f} s {side}"
+                    say("FAIL", what, f"on {hello['name']}: timedatectl")
         names = sorted([me, *(name for name, *_ in others.values())])
         if len(names) < count:
             found = f"{len(names)} of {count} hosts came in {wait_s:g} s"
-            cures = ["--hosts with all names, to hear which is missing"]
-            if hosts:
-                cures = []  # the missing ones are named below
+            cure = "--hosts with all names, to hear which is missing"
+            cures = [] if hosts else [cure]  # they are named below
             say("FAIL", f"{found}: {', '.join(names)}", *cures)
         missing = [name for name in hosts if name not in names]
         with concurrent.futures.ThreadPoolExecutor(256) as pool:
@@ -251,7 +240,7 @@ def report_to_endpoint(listener, hello, endpoint, port, deadline):
         say("FAIL", f"{hello['name']} cannot come to {endpoint}: {why}", cure)
         return False
     try:
-        send(connection, hello)
+        send(connection, hello | {"time": time.time()})
         patience = max(0, deadline - time.monotonic()) + 5 * CONNECT_S
         verdict = receive(connection, patience)
     except (OSError, ValueError) as error:
@@ -295,10 +284,7 @@ def torchrun(words):
 
 
 def launch(args, flags, script):
-    """Call the roll, then run torchrun with `flags`; the exit status.
-
-    args: hosts, wait and timeout; script: the words that start the checks.
-    """
+    """Call the roll, then run torchrun with `flags` and `script`; the exit status."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(allow_abbrev=False)
     names = ("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_conf")
@@ -354,9 +340,7 @@ def launch(args, flags, script):
         if verdict.exists():
             return int(verdict.read_text())
     if status != 2:
-        what = (
-            f"torchrun did not end well on {socket.gethostname()} ({status}): see above"
-        )
+        what = f"torchrun on {socket.gethostname()} ended with {status}: see above"
         conf = f"is_host=true on {endpoint}, =false on the others"
         say("FAIL", what, f"if the hosts did not meet: --rdzv-conf={conf}")
     return 2 if status == 2 else 1
