@@ -41,8 +41,7 @@ from roll_call import COUNTS, bad_input, ok_if_all_is, resolve, say
 
 # torchrun sets LOCAL_RANK (RANK, Kubernetes operators do as well). The roll call needs
 # no torch, so that it is quick, and works where torch does not.
-IS_WORKER = "LOCAL_RANK" in os.environ
-if IS_WORKER:
+if "LOCAL_RANK" in os.environ:
     import torch
     import torch.distributed as dist
 
@@ -111,8 +110,8 @@ def gpu_findings():
             cure = "install a torch that is built for GPUs (https://pytorch.org)"
         what = f"there are {count} GPUs, and torch {torch.__version__} can use none"
         yield "FAIL", what, f"{cure}; or --cpu, to train on CPUs"
-    if not count and not shutil.which("nvidia-smi"):
-        return
+    if not files and not shutil.which("nvidia-smi"):
+        return  # no NVIDIA GPUs
     fields = ["index", ECC, f"{LANES}.current", f"{LANES}.max"]
     fields += [f"clocks_event_reasons.{name}" for name in HARDWARE]
     gpus, why = ask_nvidia_smi(fields)
@@ -559,7 +558,7 @@ def main():
     args, flags = parser.parse_known_args()
     if not args.wait > 0 or not args.timeout > 0 or not args.link_gbit >= 0:
         bad_input("--wait, --timeout and --link-gbit are numbers above 0")
-    if not IS_WORKER:
+    if "LOCAL_RANK" not in os.environ:
         words = [f"--link-gbit={args.link_gbit}", f"--timeout={args.timeout}"]
         words += ["--cpu"] if args.cpu else []
         sys.exit(roll_call.launch(args, flags, [__file__, *words]))

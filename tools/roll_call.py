@@ -266,9 +266,6 @@ def names_of_hosts(names, count):
     return hosts
 
 
-# --- torchrun, after the roll call
-
-
 def torchrun(words):
     """In a process of its own; its exit status is 2 if `words` are wrong."""
     from torch.distributed import run
