@@ -223,7 +223,12 @@ def test_links_slower_than_the_ports_say(tmp_path):
     "ports, others, link_gbit, said",
     [
         (0, {}, 0, []),
-        (0, {(1, 0): 0.4}, 0, ["rank 1 on node1 to rank 0 on node0: 0.40 Gbit/s; 1 "]),
+        (
+            0,
+            {(1, 0): 0.4},
+            0,
+            ["rank 1 on node1 to rank 0 on node0: 0.40 Gbit/s; 1 expected (--"],
+        ),
         (18, {}, 0, []),
         (20, {}, 10, []),
         (10, {(1, 2): 4}, 0, ["rank 1 on node1 to rank 2 on node2: 4.00 Gbit/s; 10 "]),

@@ -348,22 +348,19 @@ def report_links(host_of, links, link_gbit):
     slow = []
     for (a, b), speed in links.items():
         ports = min(host_of[a].expected, host_of[b].expected)
-        expected = link_gbit or ports or 1
+        expected, source = ports, "from the ports' speed"
+        if link_gbit or not ports:
+            expected, source = link_gbit or 1, "--link-gbit"
         if speed < expected / 2:
-            slow.append((speed, expected, a, b))
-    source = "--link-gbit" if link_gbit else "from the ports' speed"
+            slow.append((speed, a, b, f"{expected:g} expected ({source})"))
     between = f"{min(links.values()):.2f} to {max(links.values()):.2f} Gbit/s"
     with ok_if_all_is(f"{len(links)} links between hosts, {between}"):
-        for speed, expected, a, b in sorted(slow)[:MOST_LINES]:
+        for speed, a, b, expected in sorted(slow)[:MOST_LINES]:
             x, y = host_of[a], host_of[b]
             what = f"slow link, rank {a} on {x.name} to rank {b} on {y.name}"
-            cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}; "
-            cure += "does NCCL_DEBUG=INFO say NET/IB?" if x.backend == "nccl" else ""
-            say(
-                "FAIL",
-                f"{what}: {speed:.2f} Gbit/s; {expected:g} expected ({source})",
-                cure,
-            )
+            cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}"
+            cure += "; NCCL_DEBUG=INFO: NET/IB?" if x.backend == "nccl" else ""
+            say("FAIL", f"{what}: {speed:.2f} Gbit/s; {expected}", cure)
         if len(slow) > MOST_LINES:
             say("", f"{len(slow)} of {len(links)} links are slow; these are the worst")
 
