@@ -274,6 +274,7 @@ def test_many_slow_links_are_counted(preflight, capsys):
     output = capsys.readouterr().out
     assert output.count("FAIL") == 8
     assert "12 of 12 links are slow" in output
+    assert "NCCL_DEBUG=INFO says which network it uses" in output
 
 
 @pytest.mark.waits

@@ -359,7 +359,8 @@ def report_links(host_of, links, link_gbit):
             x, y = host_of[a], host_of[b]
             what = f"slow link, rank {a} on {x.name} to rank {b} on {y.name}"
             cure = f"on {x.name}: ethtool {x.interface}; iperf3 -c {y.address}"
-            cure += "; NCCL_DEBUG=INFO: NET/IB?" if x.backend == "nccl" else ""
+            if x.backend == "nccl":
+                cure += "; NCCL_DEBUG=INFO says which network it uses"
             say("FAIL", f"{what}: {speed:.2f} Gbit/s; {expected}", cure)
         if len(slow) > MOST_LINES:
             say("", f"{len(slow)} of {len(links)} links are slow; these are the worst")
