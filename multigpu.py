@@ -12,15 +12,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(rank, world_size, port):
+def ddp_setup(rank, world_size, port, device):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
     store = dist.TCPStore("localhost", port)
+    timeout = timedelta(minutes=5)
     dist.init_process_group(
-        store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 
@@ -96,7 +98,8 @@ class Trainer:
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=pinned)
             targets = targets.to(self.device, non_blocking=pinned)
-            loss = self.loss_fn(self.model(source), targets)
+            output = self.model(source)
+            loss = self.loss_fn(output, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
         loss_sum, samples = self._sum(loss_sum, samples)
@@ -153,9 +156,9 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
     device = utils.get_device(args.device, rank, world_size)
-    ddp_setup(rank, world_size, port)
+    ddp_setup(rank, world_size, port, device)
     # Whole batches only, so that every step averages over equally many samples.
-    sampler = DistributedSampler(train_set, drop_last=True)
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import utils
 
@@ -83,7 +83,8 @@ class Trainer:
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=pinned)
             targets = targets.to(self.device, non_blocking=pinned)
-            loss = self.loss_fn(self.model(source), targets)
+            output = self.model(source)
+            loss = self.loss_fn(output, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
         loss_sum, samples = self._sum(loss_sum, samples)
@@ -139,7 +140,7 @@ def main(args):
     utils.check_run(args, train_set, eval_set, model, loss_fn, make_optimizer)
     device = utils.get_device(args.device)
     # Whole batches only, so that every step averages over equally many samples.
-    sampler = RandomSampler(train_set, generator=torch.Generator())
+    sampler = torch.utils.data.RandomSampler(train_set, generator=torch.Generator())
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )

@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup():
-    dist.init_process_group(timeout=timedelta(minutes=5))
+def ddp_setup(device):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
 
 
-class ResumableSampler(DistributedSampler):
+class ResumableSampler(torch.utils.data.DistributedSampler):
     start = 0  # how many of this rank's samples are trained already
 
     def __iter__(self):
@@ -120,7 +121,8 @@ class Trainer:
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=pinned)
             targets = targets.to(self.device, non_blocking=pinned)
-            loss = self.loss_fn(self.model(source), targets)
+            output = self.model(source)
+            loss = self.loss_fn(output, targets)
             loss_sum.add_(loss, alpha=len(source))
             samples += len(source)
         loss_sum, samples = self._sum(loss_sum, samples)
@@ -195,7 +197,7 @@ def main(args):
         args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=world_size
     )
     device = utils.get_device(args.device, local_rank)
-    ddp_setup()
+    ddp_setup(device)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = ResumableSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

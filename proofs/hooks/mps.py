@@ -6,7 +6,10 @@ import torch
 
 torch.accelerator.device_count = lambda: 1
 torch.accelerator.is_available = lambda: True
-torch.accelerator.current_accelerator = lambda: torch.device("mps")
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device(
+    "mps"
+)
+torch._C._get_accelerator = torch.accelerator.current_accelerator
 torch.accelerator.set_device_index = lambda index: None
 
 

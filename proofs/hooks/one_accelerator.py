@@ -11,5 +11,8 @@ def set_device_index(_index):
 
 torch.accelerator.device_count = lambda: 1
 torch.accelerator.is_available = lambda: True
-torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device(
+    "cuda"
+)
+torch._C._get_accelerator = torch.accelerator.current_accelerator
 torch.accelerator.set_device_index = set_device_index
