@@ -106,11 +106,11 @@ def test_accuracy_counts_each_sample_once(script, tmp_path, nprocs):
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A folder with a run that was killed in its fourth epoch of five."""
-    folder = tmp_path_factory.mktemp("killed")
+def failed(tmp_path_factory):
+    """A folder with a run that failed in its fourth epoch of five."""
+    folder = tmp_path_factory.mktemp("failed")
     script = plant(NAME, tmp_path_factory.mktemp("copy"), hooks=["in_step_80"])
-    done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="kill")
+    done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="raise")
     assert done.returncode == 1
     assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
     assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
@@ -118,9 +118,9 @@ def killed(tmp_path_factory):
 
 
 @pytest.fixture
-def interrupted(killed, tmp_path):
+def interrupted(failed, tmp_path):
     """A copy of it, to be resumed."""
-    return shutil.copytree(killed, tmp_path / "interrupted")
+    return shutil.copytree(failed, tmp_path / "interrupted")
 
 
 def test_resumed_it_repeats_rates_noise_and_log(interrupted, runs):
@@ -272,6 +272,13 @@ def test_the_seed_of_workers_that_live_on_does_not_follow_the_epoch():
     resumed = [float(number) for _, number, _ in loader]
     assert resumed == drawn[3] != drawn[1]
     assert drawn[0] == drawn[2], "the first epoch is seeded"
+
+
+def test_each_epoch_has_noise_of_its_own(script, tmp_path):
+    """No two images that the ranks train on are equal, in two epochs."""
+    train(script, 2, 2, cwd=tmp_path)
+    images = [x for rank in noted(tmp_path) for x in rank["images"]]
+    assert len({*images}) == len(images) == 2 * STEPS * 64
 
 
 def test_drawing_for_a_sample_leaves_other_random_numbers_alone():

@@ -89,8 +89,8 @@ def test_same_training_as_its_parent(runs, parent, child, nprocs):
 
     A rung with a task of its own trains on 2 processes as it does on one.
     """
-    same_task = task_of(child) == task_of(parent)
-    others_folder, others_done = runs(parent) if same_task else runs(child, 1)
+    others = runs(parent) if task_of(child) == task_of(parent) else runs(child, 1)
+    others_folder, others_done = others
     folder, done = runs(child, nprocs)
     torch.testing.assert_close(losses(done), losses(others_done), rtol=1e-6, atol=2e-6)
     mine, theirs = (weights(x / "snapshot.pt") for x in (folder, others_folder))
@@ -149,8 +149,11 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, name, tmp_path):
     assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
     assert [x for x in done.stdout.splitlines() if "epoch 3/5" in x]
     assert "epoch 2/5" not in done.stdout
-    undisturbed = load(runs(name)[0] / "snapshot.pt")
-    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+    undisturbed = runs(name)[0]
+    snapshots = [load(folder / "snapshot.pt") for folder in (tmp_path, undisturbed)]
+    assert same_bits(*snapshots)
+    for log in undisturbed.glob("*.csv"):
+        assert (tmp_path / log.name).read_text() == log.read_text()
 
 
 def test_any_rung_continues_any_other(tmp_path):

@@ -1,6 +1,7 @@
 """For real_job.py: each rank notes what it did in the file noted.RANK.json.
 
     rates, norms    of each step: the learning rate, and the gradient's norm after it
+    images          of each sample that it trained on: the sum of its pixels
     children        after each epoch's training: the processes that this rank has
     logged          how often it wrote to the log
 
@@ -17,7 +18,7 @@ from torch.utils.data import Subset
 
 import utils
 
-noted = {"rates": [], "norms": [], "children": [], "logged": 0}
+noted = {"rates": [], "norms": [], "images": [], "children": [], "logged": 0}
 
 
 def around_load_train_objs(load_train_objs):
@@ -40,6 +41,7 @@ class Trainer:
         return result
 
     def _run_batch(self, source, targets):
+        noted["images"] += source.double().sum(1).tolist()
         noted["rates"].append(self.optimizer.param_groups[0]["lr"])
         loss = super()._run_batch(source, targets)
         norms = [x.grad.norm() for x in self.model.parameters()]
