@@ -63,11 +63,11 @@ def test_learns(typed):
     """The docstring's own command reads at least 93 % of the held-out digits."""
     folder, done, _ = typed(NAME)
     log = rows(folder)
-    assert [row["epoch"] for row in log] == list(range(1, 51))
+    assert [row["epoch"] for row in log] == list(range(1, 21))
     assert log[-1]["accuracy"] >= 0.93
-    assert log[-1]["held-out loss"] < log[0]["held-out loss"] / 5
+    assert log[-1]["held-out loss"] < log[0]["held-out loss"] / 3
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
-    assert saved == ["10", "20", "30", "40", "50"]
+    assert saved == ["5", "10", "15", "20"]
     assert "lr_scheduler" not in done.stderr, "it warns if steps come in a wrong order"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.rungs import EDGES, ROOT, RUNGS
+from ladder.rungs import EDGES, ROOT, RUNGS, commands
 from proofs.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
@@ -73,7 +73,8 @@ def test_forks_compute_the_same_bits(typed, name, tmp_path):
     the docstring prints and saves, as one types it.
     """
     folder, real, _ = typed(name)
-    forked = train(ROOT / name, 50, 10, cwd=tmp_path)
+    total, every, *_ = (word for word in commands(name)[0] if word.isdecimal())
+    forked = train(ROOT / name, total, every, cwd=tmp_path)
     speed = r"[\d,]+ samples/s"
     assert re.sub(speed, "", forked.stdout) == re.sub(speed, "", real.stdout)
     snapshots = [load(x / "snapshot.pt") for x in (folder, tmp_path)]

@@ -1,6 +1,6 @@
 """Train with a schedule, clipping, accuracy, workers, a log. Parent: multinode.py
 
-torchrun --standalone --nproc-per-node=2 -m variants.real_job 50 10
+torchrun --standalone --nproc-per-node=2 -m variants.real_job 20 5
 """
 
 import functools
