@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import utils
 from ladder.rungs import ROOT
 from proofs.launch import launch, objects_of, plant, train
-from proofs.results import load, same_bits
+from proofs.results import load, same_bits, weights
 
 NAME = "variants/real_job.py"
 STEPS = 22  # of an epoch with an effective batch of 64
@@ -155,6 +155,20 @@ def test_a_snapshot_without_the_schedulers_state_is_refused(runs, copy_of):
     done = launch(ROOT / NAME, 9, 9, cwd=path.parent, real="")
     assert done.returncode == 1
     assert "KeyError: 'SCHEDULER_STATE'" in done.stderr
+
+
+def test_another_rung_keeps_the_learning_rate_of_the_moment(runs, copy_of, tmp_path):
+    """The parent has no schedule: after the last epoch, it trains on at a rate of 0."""
+    path = copy_of(runs(NAME)[0])
+    before = weights(path)
+    objects = [
+        (ROOT / name).read_text().partition("def load_train_objs")[2].partition("def ")
+        for name in ("multinode.py", NAME)
+    ]
+    change = (objects[0][0], objects[1][0])
+    done = train(plant("multinode.py", tmp_path / "copy", change), 6, 6, cwd=tmp_path)
+    assert "resuming from snapshot.pt: 5 of 6 epochs are finished" in done.stdout
+    assert torch.equal(weights(path), before)
 
 
 # The log
