@@ -5,7 +5,9 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 
 import argparse
 import contextlib
+import csv
 import glob
+import io
 import logging
 import os
 import select
@@ -55,6 +57,92 @@ class MyTrainDataset(Dataset):
 
     def __getitem__(self, index):
         return self.data[index]
+
+
+def load_digits():
+    """Handwritten digits: (1437 samples to train on, 360 that are held out).
+
+    A sample is a pair: 64 pixels, float32 of shape (64,), and a class from 0 to 9,
+    int64 of shape (). The digits are those that scikit-learn brings along. Without it
+    they are made up: 10 images at random, with so much noise that the nearest image is
+    still the right one. Each sample to train on gets new noise whenever it is taken.
+    """
+    generator = torch.Generator().manual_seed(0)
+    try:
+        from sklearn import datasets
+
+        source, targets = map(torch.tensor, datasets.load_digits(return_X_y=True))
+        source = source.float() / 16
+    except ImportError:
+        targets = torch.randint(10, (1797,), generator=generator)
+        source = torch.rand(10, 64, generator=generator)[targets]
+        source += 0.3 * torch.randn(1797, 64, generator=generator)
+    order = torch.randperm(1797, generator=generator)
+    train, held_out = (
+        list(zip(source[some], targets[some], strict=True))
+        for some in order.split([1437, 360])
+    )
+    return NoisyDataset(train, 0.1), held_out
+
+
+class NoisyDataset(Dataset):
+    """`data` with noise of this deviation on the source, drawn as torchvision draws.
+
+    The numbers come from torch's global generator: see `SeededDataset`.
+    """
+
+    def __init__(self, data, deviation):
+        self.data, self.deviation = data, deviation
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        source, target = self.data[index]
+        return source + self.deviation * torch.randn(source.shape), target
+
+
+class SeededDataset(Dataset):
+    """`data`, whose random numbers follow from the epoch and from the sample alone.
+
+    The same numbers are drawn in any worker of any rank, and again in a run that
+    resumes. `data` draws them from torch's global generator.
+    """
+
+    def __init__(self, data):
+        self.data = data
+        # In shared memory, so that workers that live on see the next epoch's number.
+        self.epoch = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        with torch.random.fork_rng(devices=[]):  # without workers, dropout draws here
+            # torch.manual_seed, which also seeds accelerators, takes 0.5 ms.
+            torch.default_generator.manual_seed(int(self.epoch) * len(self) + index)
+            return self.data[index]
+
+
+def log_row(path, epoch, metrics):
+    """Write the number of an epoch and its metrics as the last line of a CSV file.
+
+    Lines of this epoch and of later ones go: a run that was killed may have logged more
+    than it saved. The file is renamed into place, so that a kill tears no line.
+    """
+    row, rows = {"epoch": epoch, **metrics}, []
+    if os.path.exists(path):
+        with open(path, newline="") as file:
+            rows = [x for x in csv.DictReader(file) if int(x["epoch"]) < epoch]
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, newline="", write_through=True)
+        writer = csv.DictWriter(text, row, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*rows, row])
+        text.detach()
 
 
 def fail(message):
@@ -318,10 +406,12 @@ def remove_left_over(path):
             os.remove(name)
 
 
-def save_atomically(snapshot, path):
-    """Write so that a kill at any moment leaves the old file or the new one, whole.
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file that becomes `path` if the block ends well, and else is removed.
 
-    Beside, flushed to the disk, renamed into place: `os.replace` is atomic. Each write
+    A kill at any moment leaves the old file or the new one, whole: the new one is
+    written beside, flushed to the disk, and renamed into place, which is atomic. Each
     has a name of its own, so that two runs that share a path by mistake do not mix
     their weights in one file. The next write removes what a kill has left behind.
     """
@@ -330,7 +420,7 @@ def save_atomically(snapshot, path):
     file = open_beside(path)
     try:
         with file:
-            torch.save(snapshot, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             if not fcntl:
@@ -344,6 +434,12 @@ def save_atomically(snapshot, path):
             reason = f"{cause.strerror}: {path} is not written, the old one is kept"
             raise OSError(cause.errno, reason) from None
         raise
+
+
+def save_atomically(snapshot, path):
+    """Write so that a kill at any moment leaves the old snapshot or the new one."""
+    with replacing(path) as file:
+        torch.save(snapshot, file)
 
 
 def read_snapshot(path, mmap=False):

@@ -1,5 +1,8 @@
 """Launch a rung: as a user types it, or in forks that have imported torch already."""
 
+import ast
+import functools
+import importlib
 import re
 import shutil
 import sys
@@ -14,6 +17,34 @@ from proofs.warm import Fork
 DISTRIBUTED = [name for name in RUNGS if "multigpu.py" in ancestry(name)]
 UNDER_TORCHRUN = [x for x in RUNGS if any("torchrun" in y for y in commands(x))]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
+
+
+@functools.cache
+def task_of(name):
+    """The rung from which `name` has its task: it may have `load_train_objs` anew.
+
+    Rungs of one task train the same model. A rung with a task of its own is compared
+    with itself on one process where others are compared with their parent.
+    """
+    text = (ROOT / name).read_text()
+    (objects,) = (
+        ast.get_source_segment(text, x)
+        for x in ast.parse(text).body
+        if getattr(x, "name", "") == "load_train_objs"
+    )
+    parent = RUNGS[name]
+    if parent and objects in (ROOT / parent).read_text():
+        return task_of(parent)
+    return name
+
+
+def objects_of(name):
+    """What the rung's `load_train_objs` returns."""
+    module = name.removesuffix(".py").replace("/", ".")
+    return importlib.import_module(module).load_train_objs()
+
+
+OF_THE_TRUNKS_TASK = [x for x in RUNGS if task_of(x) == "single_gpu.py"]
 
 HOOKS = Path(__file__).parent / "hooks"
 ENTRY = 'if __name__ == "__main__":'

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT, RUNGS
-from proofs.launch import DISTRIBUTED, launch
+from proofs.launch import DISTRIBUTED, launch, task_of
 from proofs.processes import run
 from proofs.results import losses
 from tests.conftest import VISIBLE
@@ -39,7 +39,7 @@ def test_one_process_trains_on_the_gpu(runs, count, name, tmp_path):
     done = launch(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=WHY, **ENV)
     assert done.returncode == 0, done.stderr
     assert re.match(r"1 x cuda, batch \d+ each: effective batch 64", done.stdout)
-    alone = losses(runs("single_gpu.py")[1])
+    alone = losses(runs(task_of(name), 1)[1])
     torch.testing.assert_close(losses(done), alone, rtol=1e-3, atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from proofs.launch import (
     SPAWNED,
     UNDER_TORCHRUN,
     launch,
+    objects_of,
     plant,
     run_script,
     train,
@@ -37,7 +38,7 @@ ARGUMENTS = {
     "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
     "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
     "5 1 --batch-size ten": "argument --batch-size/--batch_size: 'ten' is not a whole",
-    "5 1 --batch-size 4096": "samples and there are 2048: lower --batch-size",
+    "5 1 --batch-size 4096": "samples and there are {samples}: lower --batch-size",
     "5 1 --speed 2": "unrecognized arguments: --speed 2",
     "5 1 --snapshot-path no/s.pt": "cannot write no/s.pt: No such file or directory",
     "5 1 --snapshot-path /proc/s.pt": "cannot write /proc/s.pt: ",
@@ -95,7 +96,9 @@ def test_the_first_process_of_a_machine_speaks_at_once(name, tmp_path):
 @pytest.mark.parametrize("name", RUNGS)
 @pytest.mark.parametrize("args", ARGUMENTS)
 def test_bad_argument(name, args, tmp_path):
-    assert ARGUMENTS[args] in refused(name, tmp_path, *args.split())
+    samples = len(objects_of(name)[0])
+    expected = ARGUMENTS[args].format(samples=samples)
+    assert expected in refused(name, tmp_path, *args.split())
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -186,9 +189,8 @@ def test_the_learning_rate_of_the_snapshot_is_announced(name, runs, copy_of):
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_no_held_out_sample(name, tmp_path):
-    change = ("MyTrainDataset(512, seed=1)", "MyTrainDataset(0, seed=1)")
     hooks = ["end_at_setup"] if name in DISTRIBUTED else []
-    script = plant(name, tmp_path / "copy", change, hooks=hooks)
+    script = plant(name, tmp_path / "copy", hooks=["none_held_out", *hooks])
     assert refused(name, tmp_path, 5, 1, script=script)
 
 

@@ -3,21 +3,25 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 import utils
-from ladder.rungs import EDGES, ROOT, RUNGS
+from ladder.rungs import EDGES, ROOT, RUNGS, commands
 from proofs.launch import (
     DISTRIBUTED,
+    OF_THE_TRUNKS_TASK,
     UNDER_TORCHRUN,
     batch_size,
     command,
     environment,
     launch,
+    objects_of,
     plant,
     run_script,
+    task_of,
     train,
 )
 from proofs.results import load, losses, same_bits, shape_of, weights
@@ -27,6 +31,14 @@ SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
 
 
 @pytest.mark.parametrize("name", RUNGS)
+def test_a_task_of_its_own_has_a_test_of_its_own(name):
+    """Where `test_learns` below does not know what can be reached."""
+    if name not in OF_THE_TRUNKS_TASK:
+        own_tests = ROOT / "tests" / f"test_{Path(name).stem}.py"
+        assert "\ndef test_learns(typed)" in own_tests.read_text()
+
+
+@pytest.mark.parametrize("name", OF_THE_TRUNKS_TASK)
 def test_learns(typed, name):
     """The docstring's own command, as one types it, gets within 10 % of the floor."""
     folder, done, _ = typed(name)
@@ -72,7 +84,8 @@ def test_forks_compute_the_same_bits(typed, name, tmp_path):
     the docstring prints and saves, as one types it.
     """
     folder, real, _ = typed(name)
-    forked = train(ROOT / name, 50, 10, cwd=tmp_path)
+    total, every, *_ = (word for word in commands(name)[0] if word.isdecimal())
+    forked = train(ROOT / name, total, every, cwd=tmp_path)
     speed = r"[\d,]+ samples/s"
     assert re.sub(speed, "", forked.stdout) == re.sub(speed, "", real.stdout)
     snapshots = [load(x / "snapshot.pt") for x in (folder, tmp_path)]
@@ -84,29 +97,36 @@ SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
 
 @pytest.mark.parametrize(("parent", "child", "nprocs"), SAME)
 def test_same_training_as_its_parent(runs, parent, child, nprocs):
-    """One process with batch 64, 2 x 32, 4 x 16: the same losses, the same weights."""
+    """One process with batch 64, 2 x 32, 4 x 16: the same losses, the same weights.
+
+    A rung with a task of its own trains on 2 processes as it does on one.
+    """
+    others = runs(parent) if task_of(child) == task_of(parent) else runs(child, 1)
+    others_folder, others_done = others
     folder, done = runs(child, nprocs)
-    parents_folder, parents_done = runs(parent)
-    torch.testing.assert_close(losses(done), losses(parents_done), rtol=1e-6, atol=2e-6)
-    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, parents_folder))
+    torch.testing.assert_close(losses(done), losses(others_done), rtol=1e-6, atol=2e-6)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, others_folder))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_says_what_it_does(runs, name):
     _, done = runs(name)
+    train_set, eval_set, *_ = objects_of(name)
     first, second, *_ = done.stdout.splitlines()
     nprocs = 2 if name in DISTRIBUTED else 1
     assert first == (
         f"{nprocs} x cpu, batch {batch_size(name, 64)} each: effective batch 64,"
-        " 32 steps per epoch, 2048 samples, 512 held out"
+        f" {len(train_set) // 64} steps per epoch, {len(train_set)} samples,"
+        f" {len(eval_set)} held out"
     )
     assert second == "starting with epoch 1: no epoch is finished in snapshot.pt"
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
+    floor = r" \(noise floor 0\.010000\)" * hasattr(eval_set, "noise_floor")
     lines = re.findall(
         r"^epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
-        r" \(noise floor 0\.010000\) \| [\d,]+ samples/s$",
+        rf"(?: \| [a-z -]+ \d+\.\d{{6}})*{floor} \| [\d,]+ samples/s$",
         done.stdout,
         re.MULTILINE,
     )
@@ -119,11 +139,14 @@ def test_snapshot_holds_plain_keys(runs, name):
     keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
     assert list(snapshot)[:3] == keys, "a variant may add to them"
     snapshot = {key: snapshot[key] for key in keys}
-    assert list(snapshot["MODEL_STATE"]) == ["weight", "bias"]
+    _, _, model, *_ = objects_of(name)
+    assert list(snapshot["MODEL_STATE"]) == list(model.state_dict())
     assert snapshot["EPOCHS_RUN"] == 5
-    assert len(snapshot["OPTIMIZER_STATE"]["state"]) == 2
-    assert shape_of(snapshot) == shape_of(load(runs(SINGLE)[0] / "snapshot.pt"))
-    assert os.listdir(runs(name)[0]) == ["snapshot.pt"], "nothing else is left behind"
+    assert len(snapshot["OPTIMIZER_STATE"]["state"]) == len(list(model.parameters()))
+    if name in OF_THE_TRUNKS_TASK:
+        assert shape_of(snapshot) == shape_of(load(runs(SINGLE)[0] / "snapshot.pt"))
+    files = os.listdir(runs(name)[0])
+    assert all(re.fullmatch(r"snapshot\.pt(\.csv)?", x) for x in files), "no left-overs"
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -138,8 +161,11 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, name, tmp_path):
     assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
     assert [x for x in done.stdout.splitlines() if "epoch 3/5" in x]
     assert "epoch 2/5" not in done.stdout
-    undisturbed = load(runs(name)[0] / "snapshot.pt")
-    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+    undisturbed = runs(name)[0]
+    snapshots = [load(folder / "snapshot.pt") for folder in (tmp_path, undisturbed)]
+    assert same_bits(*snapshots)
+    for log in undisturbed.glob("*.csv"):
+        assert (tmp_path / log.name).read_text() == log.read_text()
 
 
 def test_any_rung_continues_any_other(tmp_path):
