@@ -9,9 +9,11 @@ import csv
 import glob
 import io
 import logging
+import multiprocessing
 import os
 import select
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -155,6 +157,12 @@ def fail(message):
     sys.exit(2)
 
 
+if multiprocessing.parent_process():
+    # A process of `mp.spawn` ends at once at Ctrl-C. gloo's threads are still there: an
+    # exit in good order would wait for them, or abort.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def end_in_one_line(kind, error, traceback):
     """Python calls this for an error that ends the program, to print its traceback.
 
@@ -162,7 +170,8 @@ def end_in_one_line(kind, error, traceback):
     a process of `mp.spawn` that has printed one line and ended with status 2.
     """
     said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
-    if issubclass(kind, KeyboardInterrupt):
+    killed_by = getattr(error, "signal_name", None)  # a process of `mp.spawn`
+    if issubclass(kind, KeyboardInterrupt) or killed_by == "SIGINT":
         if os.environ.get("RANK", "0") == "0":
             print("stopped by Ctrl-C: the same command resumes", file=sys.stderr)
     elif said.startswith("BrokenPipeError") and reader_has_gone():

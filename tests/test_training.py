@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import utils
 from ladder.rungs import EDGES, ROOT, RUNGS, commands
 from proofs.launch import (
     DISTRIBUTED,
@@ -212,17 +211,14 @@ def test_dropout_and_the_like_resume_too(tmp_path):
 @pytest.mark.parametrize("name", RUNGS)
 def test_what_is_evaluated_is_what_is_saved(name, tmp_path):
     """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
-    linear = "torch.nn.Linear(20, 1)"
-    norm = f"torch.nn.Sequential(torch.nn.BatchNorm1d(20), {linear})"
-    script = plant(name, tmp_path / "copy", (linear, norm))
+    script = plant(name, tmp_path / "copy", hooks=["batch_norm"])
     done = train(script, 2, 1, cwd=tmp_path)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
+    _, eval_set, model, loss_fn, _ = objects_of(name)
+    source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(source.shape[1]), model)
     model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
     model.eval()
-    source, targets = (
-        torch.stack(x) for x in zip(*utils.MyTrainDataset(512, seed=1), strict=True)
-    )
-    loss = torch.nn.functional.mse_loss(model(source), targets).item()
+    loss = loss_fn(model(source), targets).item()
     assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
 
 

@@ -3,13 +3,9 @@
 import sys
 
 import torch
+from hooks.accelerators import plant
 
-torch.accelerator.device_count = lambda: 1
-torch.accelerator.is_available = lambda: True
-torch.accelerator.current_accelerator = lambda check_available=False: torch.device(
-    "mps"
-)
-torch._C._get_accelerator = torch.accelerator.current_accelerator
+plant("mps", 1)
 torch.accelerator.set_device_index = lambda index: None
 
 

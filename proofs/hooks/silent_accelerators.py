@@ -1,10 +1,5 @@
 """This machine says that it has 8 GPUs, of which PyTorch can use none."""
 
-import torch
+from hooks.accelerators import plant
 
-torch.accelerator.device_count = lambda: 8
-torch.accelerator.is_available = lambda: False
-torch.accelerator.current_accelerator = lambda check_available=False: torch.device(
-    "cuda"
-)
-torch._C._get_accelerator = torch.accelerator.current_accelerator
+plant("cuda", 8, available=False)
