@@ -5,6 +5,7 @@ The same for every rung. Whatever a lesson changes stands in the scripts, in sig
 
 import argparse
 import contextlib
+import copy
 import csv
 import glob
 import io
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import select
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -176,7 +178,7 @@ def end_in_one_line(kind, error, traceback):
             print("stopped by Ctrl-C: the same command resumes", file=sys.stderr)
     elif said.startswith("BrokenPipeError") and reader_has_gone():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif getattr(error, "exit_code", None) == 2:
+    elif kind.__name__ == "ProcessExitedException" and error.exit_code == 2:
         os._exit(2)
     else:
         sys.__excepthook__(kind, error, traceback)
@@ -184,9 +186,12 @@ def end_in_one_line(kind, error, traceback):
 
 def reader_has_gone():
     """Whether stdout is a pipe whose other end is closed, as `head` does it."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError):  # Windows; or stdout is no file
+        return False
 
 
 def typed(launcher):
@@ -211,7 +216,9 @@ def make_parser(doc):
     sys.excepthook = end_in_one_line
     # spawn would warn that it ends the other processes when one has failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    by_python = "python " in doc and "torchrun " not in doc  # as its commands say
+    # The lines that are commands say which launcher it is. A copy may have none.
+    launchers = {line.split(" ")[0] for line in (doc or "").splitlines()}
+    by_python = "python" in launchers and "torchrun" not in launchers
     if by_python and "TORCHELASTIC_RUN_ID" in os.environ:
         fail(f"python starts this script, torchrun does not. Type: {typed('python')}")
     parser = argparse.ArgumentParser(
@@ -337,7 +344,8 @@ def check_run(
     try:
         with open_beside(path) as file:
             pass
-        os.remove(file.name)
+        with contextlib.suppress(FileNotFoundError):  # another run was quicker
+            os.remove(file.name)
     except OSError as error:
         fail(f"cannot write {args.snapshot_path}: {error.strerror}")
     if os.path.exists(path):
@@ -354,7 +362,7 @@ def check_snapshot(path, model, optimizer):
         snapshot = read_snapshot(path, mmap=True)
         if not isinstance(snapshot, dict):
             raise TypeError(f"a {type(snapshot).__name__}")
-        saved = {name: value.shape for name, value in snapshot["MODEL_STATE"].items()}
+        saved = shapes(snapshot["MODEL_STATE"])
         groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
         if not snapshot["EPOCHS_RUN"] >= 0:
             raise ValueError("EPOCHS_RUN is below 0")
@@ -372,9 +380,19 @@ def check_snapshot(path, model, optimizer):
             fail(f"{path} is no snapshot: {other}")
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].split(". ")[0]
         fail(f"cannot read {path}: {' '.join(reason.split())}")
-    if saved != {name: value.shape for name, value in model.state_dict().items()}:
+    if saved != shapes(model.state_dict()):
         fail(f"{path} belongs to another model: {other}")
     check_optimizer(path, groups, optimizer.state_dict()["param_groups"], other)
+    if snapshot.get("SAMPLES_RUN") and os.environ.get("RANK", "0") == "0":
+        print(
+            f"{path} was saved inside an epoch, after {snapshot['SAMPLES_RUN']} of its"
+            " samples: a script that does not count samples trains them again"
+        )
+
+
+def shapes(state):
+    """The shape of each entry; None for extra state, which may be anything."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def check_optimizer(path, saved_groups, groups, other):
@@ -385,7 +403,8 @@ def check_optimizer(path, saved_groups, groups, other):
     for saved, group in zip(saved_groups, groups, strict=True):
         settings = {name: group[name] for name in group if name != "params"}
         for name, value in settings.items():
-            if name not in saved and isinstance(value, (float, tuple)):
+            # Between versions, torch adds settings that are bool or None.
+            if name not in saved and type(value) in (int, float, tuple):
                 fail(f"{path} belongs to another optimizer, without {name}: {other}")
         for name, value in settings.items():
             # A scheduler changes "lr" and keeps what it started from as "initial_lr".
@@ -412,6 +431,8 @@ def remove_left_over(path):
         with contextlib.suppress(OSError), open(name, "rb+") as file:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                file.close()  # Windows removes no file that is open
             os.remove(name)
 
 
@@ -432,6 +453,8 @@ def replacing(path):
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if os.path.exists(path):
+                shutil.copymode(path, file.name)
             if not fcntl:
                 file.close()  # Windows renames no file that is open
             os.replace(file.name, path)
@@ -449,6 +472,10 @@ def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one."""
     with replacing(path) as file:
         torch.save(snapshot, file)
+        file.flush()
+        # What could not be loaded would be found out when it is needed: so now, while
+        # the old one is still there.
+        read_snapshot(file.name, mmap=True)
 
 
 def read_snapshot(path, mmap=False):
@@ -464,8 +491,8 @@ def read_snapshot(path, mmap=False):
 def identify(path):
     """What a rank tells the others about its snapshot: a tuple that fits `compare`."""
     snapshot = read_snapshot(path, mmap=True)
-    # How far it is: EPOCHS_RUN, then what a variant counts within an epoch.
-    done = [value for value in snapshot.values() if isinstance(value, int)]
+    # How far it is. Within an epoch, a variant counts samples.
+    done = [snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)]
     checksums = []
     if os.path.exists(path):
         with zipfile.ZipFile(path) as file:
@@ -498,8 +525,10 @@ def map_tensors(function, value):
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: map_tensors(function, x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
+        mapped = copy.copy(value)  # a state_dict has _metadata: its modules' versions
+        mapped.update({key: map_tensors(function, x) for key, x in value.items()})
+        return mapped
+    if type(value) in (list, tuple):
         return type(value)(map_tensors(function, x) for x in value)
     return value
 
@@ -507,7 +536,7 @@ def map_tensors(function, value):
 def broadcast_snapshot(snapshot, src, device):
     """Rank `src`'s snapshot on every rank, on the CPU; it travels through `device`.
 
-    One tensor at a time, so that no rank ever holds the snapshot twice.
+    One tensor at a time, so that no rank ever holds the one that travels twice.
     """
     here = dist.get_rank() == src
     outline = [map_tensors(lambda x: x.to("meta"), snapshot) if here else None]

@@ -168,6 +168,38 @@ def test_snapshot_of_another_optimizer(name, runs, copy_of):
     assert line.startswith("snapshot.pt belongs to an optimizer of other parameter gr")
 
 
+def test_sgd_does_not_go_on_from_adagrad(runs, copy_of):
+    """Plain SGD has settings that are whole numbers: momentum=0."""
+    path = copy_of(runs("single_gpu.py")[0])
+    snapshot = load(path)
+    adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
+    (mine,) = snapshot["OPTIMIZER_STATE"]["param_groups"]
+    (other,) = adagrad.state_dict()["param_groups"]
+    snapshot["OPTIMIZER_STATE"]["param_groups"] = [other | {"params": mine["params"]}]
+    torch.save(snapshot, path)
+    plain = ("SGD, lr=0.001, momentum=0.9", "SGD, lr=0.001")
+    script = plant("single_gpu.py", path.parent / "copy", plain)
+    line = refused("single_gpu.py", path.parent, 9, 1, script=script)
+    assert line.startswith("snapshot.pt belongs to another optimizer, without momentum")
+
+
+def test_a_model_with_extra_state_resumes(tmp_path):
+    """Its state_dict holds something that is no tensor and has no shape."""
+    script = plant("single_gpu.py", tmp_path / "copy", hooks=["extra_state"])
+    train(script, 1, 1, cwd=tmp_path)
+    done = train(script, 2, 1, cwd=tmp_path)
+    assert "resuming from snapshot.pt: 1 of 2 epochs" in done.stdout
+
+
+def test_an_unfinished_epoch_is_announced(runs, copy_of):
+    """Its rung goes on inside the epoch; others train the epoch from its start."""
+    path = copy_of(runs("single_gpu.py")[0])
+    torch.save(load(path) | {"SAMPLES_RUN": 1280}, path)
+    done = train(ROOT / "single_gpu.py", 6, 1, cwd=path.parent)
+    first = "snapshot.pt was saved inside an epoch, after 1280 of its samples: "
+    assert done.stdout.startswith(first)
+
+
 def test_adam_does_not_go_on_from_sgd(runs, copy_of):
     path = copy_of(runs("single_gpu.py")[0])
     sgd, adam = "SGD, lr=0.001, momentum=0.9", "Adam, lr=0.001"
@@ -297,6 +329,17 @@ def test_multinode_without_torchrun_says_what_to_type(tmp_path):
     words = [*command.split(), *words[1:]]
     assert done.stderr.endswith(f"Type: {' '.join(words)}\n")
     assert Fork(words, tmp_path, PYTHONPATH=ROOT).finish().returncode == 0
+
+
+def test_a_copy_without_a_docstring(tmp_path):
+    """Nobody can tell then who starts it; and a text about Python is no command."""
+    for i, doc in enumerate(["", '"""Fine-tune on python source code."""\n']):
+        script = plant("single_gpu.py", tmp_path / f"copy{i}")
+        text = script.read_text()
+        script.write_text(doc + text[text.index("import functools") :])
+        env = {"TORCHELASTIC_RUN_ID": "run", "PYTHONPATH": tmp_path}
+        done = run_script(script, 1, 1, cwd=tmp_path, **env)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [x for x in RUNGS if x not in UNDER_TORCHRUN])

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
 import socket
 import time
 
+import numpy
 import pytest
 import torch
 
@@ -56,6 +58,36 @@ def test_killed_while_writing(tmp_path):
     assert interrupted > 5, "the kills must hit writes"
     utils.save_atomically({"n": torch.zeros(1)}, path)
     assert os.listdir(tmp_path) == ["snapshot.pt"], "what a kill left is removed"
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path):
+    """A reader adds a number of NumPy's. It must not replace a good snapshot."""
+    path = str(tmp_path / "snapshot.pt")
+    utils.save_atomically({"EPOCHS_RUN": 1}, path)
+    with pytest.raises(pickle.UnpicklingError, match="numpy"):
+        utils.save_atomically({"EPOCHS_RUN": 2, "BEST": numpy.float64(1)}, path)
+    assert load(path) == {"EPOCHS_RUN": 1}
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def test_a_private_snapshot_stays_private(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    utils.save_atomically({"EPOCHS_RUN": 1}, str(path))
+    path.chmod(0o600)
+    utils.save_atomically({"EPOCHS_RUN": 2}, str(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_newest_is_told_by_what_is_trained_alone(tmp_path):
+    """And by no other number that a reader saves."""
+    found = []
+    for epochs, seed in ((40, 7), (2, 9)):
+        path = tmp_path / f"{epochs}.pt"
+        torch.save({"SEED": seed, "EPOCHS_RUN": epochs}, path)
+        found.append(utils.identify(str(path)))
+    newest, text = utils.compare(found)
+    assert newest == 0
+    assert f"{tmp_path}/40.pt, with 40 epochs" in text
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -258,6 +290,9 @@ def test_any_dtype_travels_to_the_other_disks(tmp_path):
     assert first["STATE"][0]["x"].dtype == torch.float8_e4m3fn
     assert first["STATE"][0]["x"].float() == second["STATE"][0]["x"].float() == 3.5
     assert first["STATE"][1] == second["STATE"][1] == (1, "text")
+    # A module that has changed its state since asks for the version of what is loaded.
+    for snapshot in (first, second):
+        assert snapshot["MODEL_STATE"]._metadata[""] == {"version": 1}
 
 
 SPREAD = """
@@ -269,7 +304,9 @@ import torch.distributed as dist
 import utils
 
 dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2).state_dict()
 there = {{"EPOCHS_RUN": 3, "STATE": [{{"x": {tensor}}}, (1, "text")]}}
+there["MODEL_STATE"] = model
 mine = there if dist.get_rank() == 1 else {{"EPOCHS_RUN": 0}}
 got = utils.broadcast_snapshot(mine, 1, torch.device("cpu"))
 torch.save(got, f"{{sys.argv[1]}}/{{dist.get_rank()}}.pt")

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from ladder.rungs import ROOT
-from proofs.launch import SPAWNED, UNDER_TORCHRUN, start
+from proofs.launch import SPAWNED, UNDER_TORCHRUN, launch, plant, start
 from proofs.processes import finish, left_over
 from proofs.results import load
 
@@ -49,6 +49,19 @@ def test_ctrl_c_under_torchrun(name, tmp_path):
     assert "torch/distributed/run.py" in torchruns
     assert "Traceback" not in torchruns
     assert not left_over(mark)
+
+
+def test_other_errors_are_shown(tmp_path):
+    """Also one that happens to have an exit code, as those of click do."""
+    change = (
+        "loss.backward()",
+        "raise type('UsageError', (Exception,), {'exit_code': 2})",
+    )
+    script = plant("single_gpu.py", tmp_path, change)
+    done = launch(script, 1, 1, cwd=tmp_path, real="what Python prints is the claim")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert done.stderr.endswith("UsageError\n")
 
 
 @pytest.mark.parametrize("name", PYTHON)
