@@ -8,12 +8,12 @@ import torch.distributed as dist
 epochs = 0
 
 
-def around_train_epoch(train_epoch, model, loader, *rest):
+def around_train(train, args, model, device, loader, *rest):
     global epochs
     epochs += 1
     if epochs == 3 and dist.get_rank() == 1:
         loader = Deadly(loader)
-    return train_epoch(model, loader, *rest)
+    return train(args, model, device, loader, *rest)
 
 
 class Deadly:
