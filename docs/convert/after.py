@@ -121,6 +121,11 @@ def save_atomically(snapshot, path):
     os.replace(f"{path}.tmp", path)
 
 
+def save_once(values, path):
+    if dist.get_rank() == 0:
+        save_atomically(values, path)
+
+
 def main():
     args = get_args()
     if args.compare:
@@ -170,15 +175,14 @@ def main():
             "SCHEDULER_STATE": scheduler.state_dict(),
             "EPOCHS_RUN": epoch,
         }
-        if rank == 0:  # this write, and no other line of the loop
-            save_atomically(snapshot, SNAPSHOT)
+        save_once(snapshot, SNAPSHOT)
 
     if args.compare:
         lr = optimizer.param_groups[0]["lr"]
         result = {"MODEL_STATE": model.state_dict(), "LR": lr}
         torch.save(result, f"rank_{rank}_of_{world_size}.pt")
-    if args.save_model and rank == 0:
-        torch.save(model.state_dict(), "stripes_model.pt")
+    if args.save_model:
+        save_once(model.state_dict(), "stripes_model.pt")
 
 
 if __name__ == "__main__":
