@@ -68,11 +68,6 @@ class Net(nn.Module):
         return self.linear(x.flatten(1))
 
 
-def print_once(text):
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def sum_over_processes(values, device):
     """The sum of each of `values` over all processes. All of them must call this."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
@@ -121,6 +116,11 @@ def save_atomically(snapshot, path):
     os.replace(f"{path}.tmp", path)
 
 
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def save_once(values, path):
     if dist.get_rank() == 0:
         save_atomically(values, path)
@@ -166,6 +166,7 @@ def main():
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch * world_size + rank)
+
         train(args, ddp_model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()

@@ -127,6 +127,7 @@ def main():
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         sampler.generator.manual_seed(args.seed + epoch)
         torch.manual_seed(args.seed + epoch)
+
         train(args, model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()
