@@ -159,8 +159,8 @@ def test_one_two_and_three_processes_train_as_one(compared):
     """60, 30 and 20 samples each: the same weights and learning rate on every rank."""
     expected = flat(compared / "alone.pt")
     assert expected.dtype == torch.float64
-    names = sorted(path.name for path in compared.glob("rank_*.pt"))
-    assert names == [f"rank_{r}_of_{n}.pt" for r in range(3) for n in range(r + 1, 4)]
+    names = sorted(path.name for path in compared.glob("world_*.pt"))
+    assert names == [f"world_{n}_rank_{r}.pt" for n in (1, 2, 3) for r in range(n)]
     for name in names:
         difference = (flat(compared / name) - expected).abs().max()
         assert difference < 1e-13
@@ -189,7 +189,7 @@ def test_compare_shows_a_mistake(mistake, compared, tmp_path):
     script = plant(AFTER, tmp_path / "copy", MISTAKES[mistake])
     done = torchrun(script, "--compare", "--epochs", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    files = [compared / "alone.pt", *sorted(tmp_path.glob("rank_*.pt"))]
+    files = [compared / "alone.pt", *sorted(tmp_path.glob("world_*.pt"))]
     done = alone(ROOT / COMPARE, *files, cwd=tmp_path)
     found = re.findall(r"by (\S+), rate (\S+)", done.stdout)
     assert len(found) == 3
@@ -205,7 +205,9 @@ def test_float32_hides_small_mistakes(tmp_path):
     for nprocs in (1, 3):
         (tmp_path / SNAPSHOT).unlink(missing_ok=True)
         torchrun(script, "--compare", "--epochs", 2, cwd=tmp_path, nprocs=nprocs)
-    difference = flat(tmp_path / "rank_0_of_3.pt") - flat(tmp_path / "rank_0_of_1.pt")
+    difference = flat(tmp_path / "world_3_rank_0.pt") - flat(
+        tmp_path / "world_1_rank_0.pt"
+    )
     assert 1e-8 < difference.abs().max() < 1e-2
 
 
@@ -291,7 +293,7 @@ def test_without_torchrun(compared, tmp_path):
     script = plant(AFTER, tmp_path / "copy", (entry, lines))
     done = alone(script, "--compare", "--epochs", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("rank_0_of_2.pt", "rank_1_of_2.pt"):
+    for name in ("world_2_rank_0.pt", "world_2_rank_1.pt"):
         assert same_bits(load(tmp_path / name), load(compared / name))
 
 

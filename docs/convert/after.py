@@ -84,13 +84,10 @@ def train(args, model, device, loader, optimizer, epoch):
         loss.backward()
         optimizer.step()
         if batch_idx % args.log_interval == 0:
-            done, total = batch_idx * args.batch_size, len(loader.dataset)
-            percent = 100 * batch_idx / len(loader)
-            [loss_sum] = sum_over_processes([loss.item()], device)
-            print_once(
-                f"Train epoch {epoch} [{done}/{total} ({percent:.0f}%)] "
-                f"loss {loss_sum / dist.get_world_size():.4f}"
-            )
+            percent = 100 * batch_idx // len(loader)
+            done = f"{batch_idx * args.batch_size}/{len(loader.dataset)} ({percent}%)"
+            [loss] = sum_over_processes([loss.item() / dist.get_world_size()], device)
+            print_once(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
 
 
 @torch.no_grad()
@@ -181,7 +178,7 @@ def main():
     if args.compare:
         lr = optimizer.param_groups[0]["lr"]
         result = {"MODEL_STATE": model.state_dict(), "LR": lr}
-        torch.save(result, f"rank_{rank}_of_{world_size}.pt")
+        torch.save(result, f"world_{world_size}_rank_{rank}.pt")
     if args.save_model:
         save_once(model.state_dict(), "stripes_model.pt")
 

@@ -1,6 +1,6 @@
 """Compare what processes have ended with: their weights and their learning rates.
 
-python docs/convert/compare.py alone.pt rank_*.pt
+python docs/convert/compare.py alone.pt world_*.pt
 """
 
 import sys

@@ -63,12 +63,9 @@ def train(args, model, device, loader, optimizer, epoch):
         loss.backward()
         optimizer.step()
         if batch_idx % args.log_interval == 0:
-            done, total = batch_idx * len(images), len(loader.dataset)
-            percent = 100 * batch_idx / len(loader)
-            print(
-                f"Train epoch {epoch} [{done}/{total} ({percent:.0f}%)] "
-                f"loss {loss.item():.4f}"
-            )
+            percent = 100 * batch_idx // len(loader)
+            done = f"{batch_idx * len(images)}/{len(loader.dataset)} ({percent}%)"
+            print(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
 
 
 @torch.no_grad()

@@ -22,6 +22,12 @@ class Deadly:
     def __init__(self, loader):
         self.loader = loader
 
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
     def __iter__(self):
         for step, batch in enumerate(self.loader):
             if step == 5:
