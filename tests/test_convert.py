@@ -177,6 +177,10 @@ MISTAKES = {
     ),
     "the model is not wrapped": ("train(args, ddp_model,", "train(args, model,"),
     "the sampler is not told the epoch": ("sampler.set_epoch(epoch)", "pass"),
+    "every process takes all samples": (
+        "DistributedSampler(train_set,",
+        "DistributedSampler(train_set, num_replicas=1, rank=0,",
+    ),
     "the batch is not divided": ("args.batch_size // world_size", "args.batch_size"),
     "the loss is a sum": ("model(images), labels)", "model(images), labels) * 30"),
     "dropout is on": ("model.dropout.p = 0.0", "pass"),
