@@ -170,7 +170,9 @@ def test_one_two_and_three_processes_train_as_one(compared):
     assert ends == {"weights differ by 0.000000000000, rate 0.004900"}
 
 
+STEP = "scheduler.step()"
 MISTAKES = {
+    "a continue above the scheduler": (STEP, f"if rank: continue\n        {STEP}"),
     "the scheduler on rank 0 alone": (
         "scheduler.step()",
         "if rank == 0: scheduler.step()",
@@ -198,8 +200,8 @@ def test_compare_shows_a_mistake(mistake, compared, tmp_path):
     found = re.findall(r"by (\S+), rate (\S+)", done.stdout)
     assert len(found) == 3
     assert all(float(difference) > 1e-5 for difference, _ in found[1:])
-    rates = {"the scheduler on rank 0 alone": ["0.004900", "0.004900", "0.010000"]}
-    assert [x[1] for x in found] == rates.get(mistake, ["0.004900"] * 3)
+    last = "0.010000" if "scheduler" in mistake else "0.004900"
+    assert [rate for _, rate in found] == ["0.004900", "0.004900", last]
 
 
 def test_float32_hides_small_mistakes(tmp_path):
