@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=2 docs/convert/after.py
 """
 
+import argparse
 import gc
 import os
 import sys
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -24,9 +26,21 @@ from torch.utils.data import (
     random_split,
 )
 
-EPOCHS = 5
-BATCH_SIZE = 64
 SNAPSHOT = "stripes_snapshot.pt"
+
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--gamma", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--save-model", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    return parser.parse_args()
 
 
 def make_data(n):
@@ -39,48 +53,55 @@ def make_data(n):
     return TensorDataset(images.unsqueeze(1), labels)
 
 
-def make_model():
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3),
-        nn.ReLU(),
-        nn.AvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(64, 4),
-    )
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+        self.dropout = nn.Dropout(0.2)
+        self.linear = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout(F.avg_pool2d(x, 4))
+        return self.linear(x.flatten(1))
 
 
 def sum_over_processes(values, device):
     """The sum of each of `values` over all processes. All of them must call this."""
-    sums = torch.tensor(values, device=device)
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
 
 
-def train_epoch(model, loader, optimizer, device):
+def train(args, model, device, loader, optimizer, epoch):
     model.train()
-    running = 0.0
-    for images, labels in loader:
+    for batch_idx, (images, labels) in enumerate(loader):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        running += loss.item()
-    running, steps = sum_over_processes([running, len(loader)], device)
-    return running / steps
+        if batch_idx % args.log_interval == 0:
+            percent = 100 * batch_idx // len(loader)
+            done = f"{batch_idx * args.batch_size}/{len(loader.dataset)} ({percent}%)"
+            [loss] = sum_over_processes([loss.item() / dist.get_world_size()], device)
+            print_once(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
 
 
 @torch.no_grad()
-def evaluate(model, loader, device):
+def test(model, device, loader):
     model.eval()
-    correct = 0
+    loss, correct = 0.0, 0
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
-        correct += (model(images).argmax(1) == labels).sum().item()
-    correct, samples = sum_over_processes([correct, len(loader.dataset)], device)
-    return correct / samples
+        output = model(images)
+        loss += F.cross_entropy(output, labels, reduction="sum").item()
+        correct += (output.argmax(1) == labels).sum().item()
+    total = len(loader.dataset)
+    loss, correct, total = sum_over_processes([loss, correct, total], device)
+    print_once(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
 def save_atomically(snapshot, path):
@@ -92,52 +113,74 @@ def save_atomically(snapshot, path):
     os.replace(f"{path}.tmp", path)
 
 
-def main():
-    torch.manual_seed(0)  # before the data, the split and the first weights are drawn
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        device = torch.accelerator.current_accelerator()
-    train_set, val_set = random_split(make_data(1250), [1000, 250])
-    # Whole batches only, so that every step averages over equally many samples.
-    sampler = DistributedSampler(train_set, drop_last=True)
-    train_loader = DataLoader(
-        train_set, batch_size=BATCH_SIZE // world_size, sampler=sampler, drop_last=True
-    )
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))
-    val_loader = DataLoader(val_set, batch_size=BATCH_SIZE)
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
-    model = make_model().to(device)
+
+def save_once(values, path):
+    if dist.get_rank() == 0:
+        save_atomically(values, path)
+
+
+def main():
+    args = get_args()
+    if args.compare:
+        torch.set_default_dtype(torch.float64)
+    torch.manual_seed(args.seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    use_cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    train_set, test_set = random_split(make_data(1250), [1000, 250])
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch_size = args.batch_size // world_size
+    train_loader = DataLoader(
+        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+    )
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+
+    model = Net().to(device)
+    if args.compare:
+        model.dropout.p = 0.0
     ddp_model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
     epochs_run = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["MODEL_STATE"])
         optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        scheduler.load_state_dict(snapshot["SCHEDULER_STATE"])
         epochs_run = snapshot["EPOCHS_RUN"]
-        if rank == 0:
-            print(f"resuming: {epochs_run} of {EPOCHS} epochs are finished")
+        print_once(f"resuming: {epochs_run} of {args.epochs} epochs are finished")
 
-    for epoch in range(epochs_run, EPOCHS):
+    for epoch in range(epochs_run + 1, args.epochs + 1):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * world_size + rank)
+        torch.manual_seed(args.seed + epoch * world_size + rank)
 
-        loss = train_epoch(ddp_model, train_loader, optimizer, device)
-        accuracy = evaluate(model, val_loader, device)
-        if rank != 0:  # one process prints and saves
-            continue
-        print(f"epoch {epoch + 1}/{EPOCHS} loss {loss:.4f} accuracy {accuracy:.4f}")
+        train(args, ddp_model, device, train_loader, optimizer, epoch)
+        test(model, device, test_loader)
+        scheduler.step()
         snapshot = {
             "MODEL_STATE": model.state_dict(),
             "OPTIMIZER_STATE": optimizer.state_dict(),
-            "EPOCHS_RUN": epoch + 1,
+            "SCHEDULER_STATE": scheduler.state_dict(),
+            "EPOCHS_RUN": epoch,
         }
-        save_atomically(snapshot, SNAPSHOT)
-        print(f"saved to {SNAPSHOT}")
+        save_once(snapshot, SNAPSHOT)
+
+    if args.compare:
+        lr = optimizer.param_groups[0]["lr"]
+        result = {"MODEL_STATE": model.state_dict(), "LR": lr}
+        torch.save(result, f"world_{world_size}_rank_{rank}.pt")
+    if args.save_model:
+        save_once(model.state_dict(), "stripes_model.pt")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,26 @@
 python docs/convert/before.py
 """
 
+import argparse
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-EPOCHS = 5
-BATCH_SIZE = 64
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--gamma", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--save-model", action="store_true")
+    return parser.parse_args()
 
 
 def make_data(n):
@@ -22,53 +35,64 @@ def make_data(n):
     return TensorDataset(images.unsqueeze(1), labels)
 
 
-def make_model():
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3),
-        nn.ReLU(),
-        nn.AvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(64, 4),
-    )
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+        self.dropout = nn.Dropout(0.2)
+        self.linear = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout(F.avg_pool2d(x, 4))
+        return self.linear(x.flatten(1))
 
 
-def train_epoch(model, loader, optimizer, device):
+def train(args, model, device, loader, optimizer, epoch):
     model.train()
-    running = 0.0
-    for images, labels in loader:
+    for batch_idx, (images, labels) in enumerate(loader):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        running += loss.item()
-    return running / len(loader)
+        if batch_idx % args.log_interval == 0:
+            percent = 100 * batch_idx // len(loader)
+            done = f"{batch_idx * len(images)}/{len(loader.dataset)} ({percent}%)"
+            print(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
 
 
 @torch.no_grad()
-def evaluate(model, loader, device):
+def test(model, device, loader):
     model.eval()
-    correct = 0
+    loss, correct = 0.0, 0
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
-        correct += (model(images).argmax(1) == labels).sum().item()
-    return correct / len(loader.dataset)
+        output = model(images)
+        loss += F.cross_entropy(output, labels, reduction="sum").item()
+        correct += (output.argmax(1) == labels).sum().item()
+    total = len(loader.dataset)
+    print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-train_set, val_set = random_split(make_data(1250), [1000, 250])
-train_loader = DataLoader(train_set, batch_size=BATCH_SIZE, shuffle=True)
-val_loader = DataLoader(val_set, batch_size=BATCH_SIZE)
+args = get_args()
+torch.manual_seed(args.seed)
+use_cuda = not args.no_cuda and torch.cuda.is_available()
+device = torch.device("cuda" if use_cuda else "cpu")
+train_set, test_set = random_split(make_data(1250), [1000, 250])
+train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+test_loader = DataLoader(test_set, batch_size=args.batch_size)
 
-model = make_model().to(device)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+model = Net().to(device)
+optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-for epoch in range(EPOCHS):
-    loss = train_epoch(model, train_loader, optimizer, device)
-    accuracy = evaluate(model, val_loader, device)
-    print(f"epoch {epoch + 1}/{EPOCHS} loss {loss:.4f} accuracy {accuracy:.4f}")
+for epoch in range(1, args.epochs + 1):
+    train(args, model, device, train_loader, optimizer, epoch)
+    test(model, device, test_loader)
+    scheduler.step()
 
-torch.save(model.state_dict(), "stripes_model.pt")
-print("saved to stripes_model.pt")
+if args.save_model:
+    torch.save(model.state_dict(), "stripes_model.pt")

@@ -8,12 +8,12 @@ import torch.distributed as dist
 epochs = 0
 
 
-def around_train_epoch(train_epoch, model, loader, *rest):
+def around_train(train, args, model, device, loader, *rest):
     global epochs
     epochs += 1
     if epochs == 3 and dist.get_rank() == 1:
         loader = Deadly(loader)
-    return train_epoch(model, loader, *rest)
+    return train(args, model, device, loader, *rest)
 
 
 class Deadly:
@@ -21,6 +21,12 @@ class Deadly:
 
     def __init__(self, loader):
         self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
 
     def __iter__(self):
         for step, batch in enumerate(self.loader):
