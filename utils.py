@@ -159,7 +159,7 @@ def fail(message):
     sys.exit(2)
 
 
-if multiprocessing.parent_process():
+if multiprocessing.current_process().name != "MainProcess":
     # A process of `mp.spawn` ends at once at Ctrl-C. gloo's threads are still there: an
     # exit in good order would wait for them, or abort.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
