@@ -44,7 +44,7 @@ class Contestant:
         self.device = device
         self.sampler = RandomSampler(train_set, generator=torch.Generator())
         self.loader = single_gpu.prepare_dataloader(
-            train_set, BATCH_SIZE, self.sampler, drop_last=True
+            train_set, BATCH_SIZE, self.sampler, device, drop_last=True
         )
         self.epochs_run = 0
         self.seconds = 0.0
@@ -108,6 +108,7 @@ class SingleGpu(Contestant):
                 self.loader,
                 eval_data=None,
                 device=self.device,
+                total_epochs=1,
                 save_every=1,
                 snapshot_path=os.path.join(folder, "none.pt"),  # nothing to resume
             )
@@ -283,7 +284,7 @@ def spread(values, form):
 
 def main(args):
     torch.set_num_threads(args.threads)
-    device = utils.get_device()
+    device = utils.get_device("auto")
     train_objs = single_gpu.load_train_objs()
     kinds = (BareLoop, SingleGpu, Accelerate, Fabric, LightningTrainer)
     contestants = [kind(train_objs, device) for kind in kinds]
