@@ -109,7 +109,7 @@ class Trainer:
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            print(text, flush=True)
+            utils.say(text)
 
     def _save_snapshot(self):
         snapshot = {

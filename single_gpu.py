@@ -95,7 +95,7 @@ class Trainer:
         return total.tolist()
 
     def _print(self, text):
-        print(text, flush=True)
+        utils.say(text)
 
     def _save_snapshot(self):
         snapshot = {

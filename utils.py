@@ -12,7 +12,6 @@ import io
 import logging
 import multiprocessing
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -156,7 +155,7 @@ def fail(message):
         # the others wait, torchrun ends them; if it found none, they speak after all.
         time.sleep(5)
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(BAD_INPUT)
 
 
 if multiprocessing.current_process().name != "MainProcess":
@@ -165,33 +164,31 @@ if multiprocessing.current_process().name != "MainProcess":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+BAD_INPUT, PIPE_CLOSED = SAID = 2, 141  # exit statuses; a shell says 141 for SIGPIPE
+
+
 def end_in_one_line(kind, error, traceback):
     """Python calls this for an error that ends the program, to print its traceback.
 
-    Some errors need none: Ctrl-C, a reader of the output that has gone (`| head`), and
-    a process of `mp.spawn` that has printed one line and ended with status 2.
+    Some errors need none: Ctrl-C, and a process of `mp.spawn` that has said already
+    what is wrong, or need not say it.
     """
-    said = f"{kind.__name__}: {error}".strip().splitlines()[-1]
     killed_by = getattr(error, "signal_name", None)  # a process of `mp.spawn`
     if issubclass(kind, KeyboardInterrupt) or killed_by == "SIGINT":
         if os.environ.get("RANK", "0") == "0":
             print("stopped by Ctrl-C: the same command resumes", file=sys.stderr)
-    elif said.startswith("BrokenPipeError") and reader_has_gone():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif kind.__name__ == "ProcessExitedException" and error.exit_code == 2:
-        os._exit(2)
+    elif kind.__name__ == "ProcessExitedException" and error.exit_code in SAID:
+        os._exit(error.exit_code)
     else:
         sys.__excepthook__(kind, error, traceback)
 
 
-def reader_has_gone():
-    """Whether stdout is a pipe whose other end is closed, as `head` does it."""
+def say(text):
+    """Print a line at once. If its reader has gone (`| head`), end without a word."""
     try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (AttributeError, OSError):  # Windows; or stdout is no file
-        return False
+        print(text, flush=True)
+    except BrokenPipeError:
+        os._exit(PIPE_CLOSED)
 
 
 def typed(launcher):

@@ -289,7 +289,7 @@ def test_a_rung_is_found_however_it_begins(copy, start):
 
 @pytest.mark.text
 def test_a_script_that_does_not_parse(copy):
-    plant(copy, "multigpu.py", "            print(text, flush=True)\n", "")
+    plant(copy, "multigpu.py", "            utils.say(text)\n", "")
     status, said = build(copy, "--diffs")
     assert status == 2
     assert re.fullmatch(r"website\.build: error: .+:\d+: multigpu.py:\d+: .+\n", said)

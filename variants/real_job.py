@@ -123,7 +123,7 @@ class Trainer:
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            print(text, flush=True)
+            utils.say(text)
 
     def _log(self, metrics):
         metrics = {"learning rate": self.scheduler.get_last_lr()[0], **metrics}

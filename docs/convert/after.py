@@ -86,8 +86,9 @@ def train(args, model, device, loader, optimizer, epoch):
         if batch_idx % args.log_interval == 0:
             percent = 100 * batch_idx // len(loader)
             done = f"{batch_idx * args.batch_size}/{len(loader.dataset)} ({percent}%)"
-            [loss] = sum_over_processes([loss.item() / dist.get_world_size()], device)
-            print_once(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
+            share = loss.item() / dist.get_world_size()
+            [mean_loss] = sum_over_processes([share], device)
+            print_once(f"Train epoch {epoch} [{done}] loss {mean_loss:.4f}")
 
 
 @torch.no_grad()
@@ -188,7 +189,8 @@ if __name__ == "__main__":
         command = "torchrun --standalone --nproc-per-node=2"
         print(f"start this with: {command} {sys.argv[0]}", file=sys.stderr)
         sys.exit(2)
-    dist.init_process_group(timeout=timedelta(minutes=5))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     main()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
     dist.destroy_process_group()
