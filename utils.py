@@ -134,17 +134,24 @@ def log_row(path, epoch, metrics):
     """Write the number of an epoch and its metrics as the last line of a CSV file.
 
     Lines of this epoch and of later ones go: a run that was killed may have logged more
-    than it saved. The file is renamed into place, so that a kill tears no line.
+    than it saved. The file is renamed into place, so that a kill tears no line. A file
+    that is no such log is moved to `path`.old.
     """
-    row, rows = {"epoch": epoch, **metrics}, []
+    row, rows = {"epoch": str(epoch), **metrics}, []
     if os.path.exists(path):
-        with open(path, newline="") as file:
-            rows = [x for x in csv.DictReader(file) if int(x["epoch"]) < epoch]
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            if "epoch" in (reader.fieldnames or ()):
+                rows = [x for x in reader if x["epoch"].isdecimal()]
+            else:
+                os.replace(path, f"{path}.old")
+    rows = [x for x in rows if int(x["epoch"]) < epoch] + [row]
+    names = dict.fromkeys(name for x in [row, *rows] for name in x if name)
     with replacing(path) as file:
         text = io.TextIOWrapper(file, newline="", write_through=True)
-        writer = csv.DictWriter(text, row, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*rows, row])
+        writer.writerows(rows)
         text.detach()
 
 
@@ -158,7 +165,11 @@ def fail(message):
     sys.exit(BAD_INPUT)
 
 
-if multiprocessing.current_process().name != "MainProcess":
+if (
+    multiprocessing.current_process().name != "MainProcess"
+    and "RANK" not in os.environ  # where torchrun is, this is a DataLoader's worker
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     # A process of `mp.spawn` ends at once at Ctrl-C. gloo's threads are still there: an
     # exit in good order would wait for them, or abort.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -336,7 +347,8 @@ def check_run(
     if len(eval_set) == 0:
         fail("there is no held-out sample")
     path = os.path.realpath(args.snapshot_path)
-    if not args.snapshot_path or (os.path.exists(path) and not os.path.isfile(path)):
+    name = os.path.basename(args.snapshot_path)  # none ends with a slash
+    if not name or (os.path.exists(path) and not os.path.isfile(path)):
         fail(f"cannot write {args.snapshot_path!r}: that is no file")
     try:
         with open_beside(path) as file:
@@ -381,7 +393,7 @@ def check_snapshot(path, model, optimizer):
         fail(f"{path} belongs to another model: {other}")
     check_optimizer(path, groups, optimizer.state_dict()["param_groups"], other)
     if snapshot.get("SAMPLES_RUN") and os.environ.get("RANK", "0") == "0":
-        print(
+        say(
             f"{path} was saved inside an epoch, after {snapshot['SAMPLES_RUN']} of its"
             " samples: a script that does not count samples trains them again"
         )
@@ -403,11 +415,13 @@ def check_optimizer(path, saved_groups, groups, other):
             # Between versions, torch adds settings that are bool or None.
             if name not in saved and type(value) in (int, float, tuple):
                 fail(f"{path} belongs to another optimizer, without {name}: {other}")
+        if "max_lr" in saved:
+            continue  # OneCycleLR and its kind have put their own settings there
         for name, value in settings.items():
             # A scheduler changes "lr" and keeps what it started from as "initial_lr".
             used = saved.get(f"initial_{name}", saved.get(name, value))
             if used != value and os.environ.get("RANK", "0") == "0":
-                print(f"{name} is {used}, as in {path}, not {value}, as in the script")
+                say(f"{name} is {used}, as in {path}, not {value}, as in the script")
 
 
 def open_beside(path):
@@ -485,6 +499,21 @@ def read_snapshot(path, mmap=False):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
+def check_schedule(path, snapshot, steps_per_epoch):
+    """End with one line and exit status 2 if a schedule cannot go on from `snapshot`.
+
+    Its scheduler counts steps, which must be as many in an epoch as they were.
+    """
+    if "SCHEDULER_STATE" not in snapshot:
+        fail(f"{path} was saved without a schedule: choose another --snapshot-path")
+    epochs, steps = snapshot["EPOCHS_RUN"], snapshot["SCHEDULER_STATE"]["last_epoch"]
+    if steps != epochs * steps_per_epoch:
+        fail(
+            f"{path} has made {steps / epochs:g} steps in each epoch, and this run"
+            f" would make {steps_per_epoch}: keep the effective batch"
+        )
+
+
 def identify(path):
     """What a rank tells the others about its snapshot: a tuple that fits `compare`."""
     snapshot = read_snapshot(path, mmap=True)
@@ -523,7 +552,8 @@ def map_tensors(function, value):
         return function(value)
     if isinstance(value, dict):
         mapped = copy.copy(value)  # a state_dict has _metadata: its modules' versions
-        mapped.update({key: map_tensors(function, x) for key, x in value.items()})
+        for key, x in value.items():  # not by update(): a Counter's would add
+            mapped[key] = map_tensors(function, x)
         return mapped
     if type(value) in (list, tuple):
         return type(value)(map_tensors(function, x) for x in value)

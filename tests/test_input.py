@@ -45,6 +45,7 @@ ARGUMENTS = {
     "5 1 --snapshot-path .": "cannot write '.': that is no file",
     "5 1 --snapshot-path /dev/null": "cannot write '/dev/null': that is no file",
     "5 1 --snapshot-path=": "cannot write '': that is no file",
+    "5 1 --snapshot-path new/": "cannot write 'new/': that is no file",
     f"5 1 --snapshot-path {'x' * 300}": f"cannot write {'x' * 300}: File name too long",
     "5 1 --device tpu": "--device tpu: here PyTorch can only use cpu",
     "5 1 --device cuda": "--device cuda: here PyTorch can only use cpu",

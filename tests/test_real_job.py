@@ -154,8 +154,24 @@ def test_a_snapshot_without_the_schedulers_state_is_refused(runs, copy_of):
     torch.save(snapshot, path)
     done = launch(ROOT / NAME, 9, 9, cwd=path.parent, real="")
     assert done.returncode == 1, "torchrun's"
-    assert "real_job.py: error: snapshot.pt was saved without a schedule" in done.stderr
+    assert (
+        "real_job.py: error: snapshot.pt was saved without a schedule: choose"
+        in done.stderr
+    )
     assert "exitcode  : 2 " in done.stderr
+
+
+def test_another_effective_batch_is_refused(runs, copy_of):
+    """The schedule counts steps: it would jump to another place, with no error."""
+    path = copy_of(runs(NAME)[0])
+    before = path.read_bytes()
+    options = ("--batch-size", 16)
+    done = launch(ROOT / NAME, 9, 9, *options, cwd=path.parent, real="")
+    line = (
+        "snapshot.pt has made 22 steps in each epoch, and this run would make 44: keep"
+    )
+    assert line in done.stderr
+    assert path.read_bytes() == before
 
 
 def test_another_rung_keeps_the_learning_rate_of_the_moment(runs, copy_of, tmp_path):

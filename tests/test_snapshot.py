@@ -1,5 +1,6 @@
 """Snapshots: which one a run resumes from, and that a kill never leaves half of one."""
 
+import collections
 import json
 import os
 import pickle
@@ -68,6 +69,13 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
         utils.save_atomically({"EPOCHS_RUN": 2, "BEST": numpy.float64(1)}, path)
     assert load(path) == {"EPOCHS_RUN": 1}
     assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def test_a_counter_travels_as_it_is():
+    """MultiStepLR keeps its milestones in one, and its update() adds."""
+    milestones = collections.Counter({30: 1, 80: 1})
+    mapped = utils.map_tensors(lambda x: x, {"milestones": milestones})
+    assert mapped == {"milestones": milestones}
 
 
 def test_a_private_snapshot_stays_private(tmp_path):

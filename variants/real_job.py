@@ -151,8 +151,7 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
         if snapshot["EPOCHS_RUN"] == 0:
             return
-        if "SCHEDULER_STATE" not in snapshot:
-            utils.fail(f"{self.snapshot_path} was saved without a schedule")
+        utils.check_schedule(self.snapshot_path, snapshot, len(self.train_data))
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]

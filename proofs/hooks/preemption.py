@@ -2,8 +2,8 @@
 
 Each rank appends the samples of each step to the file `trained`, and writes the
 time-out and the backend of the group in which ranks agree to the files `timeout` and
-`backend`, and the backend of the last barrier's group to `barrier` (a group whose
-backend nobody named is "undefined"). A rank sends SIGTERM to itself
+`backend`, and the backend of the last barrier's group to `barrier`. The default group
+has another name for its backend, as it would have on GPUs. A rank sends SIGTERM to itself
 
 - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
   before which all samples of the epoch are run;
@@ -72,5 +72,10 @@ def note_barrier(barrier, group=None):
     barrier(group)
 
 
+def another_name(_get_default_backend_for_device, _device):
+    return "cpu:gloo"
+
+
+replace(dist, "get_default_backend_for_device", another_name)
 replace(dist, "all_reduce", note_agreement)
 replace(dist, "barrier", note_barrier)
