@@ -3,7 +3,8 @@
 Each rank appends the samples of each step to the file `trained`, and writes the
 time-out and the backend of the group in which ranks agree to the files `timeout` and
 `backend`, and the backend of the last barrier's group to `barrier`. The default group
-has another name for its backend, as it would have on GPUs. A rank sends SIGTERM to itself
+has another name for its backend, as it would have on GPUs. A rank sends SIGTERM to
+itself
 
 - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
   before which all samples of the epoch are run;
