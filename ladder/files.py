@@ -24,7 +24,7 @@ def edit(path, *changes):
     path.write_text(text)
 
 
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "_site", "*.pt", "*.pt.tmp")
+IGNORED = shutil.ignore_patterns(".*", "__pycache__", "_site", "*.pt", "*.pt.*.tmp")
 
 
 def copy_tree(to, root=ROOT):

@@ -10,7 +10,7 @@ and starts again, and compares the final weights with those of a run left alone:
             systemd or Slurm do by cgroup; started again after a second
     host    all its processes at once; turned on and started again after a second
 
-A quarter of the kills wait until snapshot.pt.tmp is being written and go for the
+A quarter of the kills wait until a snapshot is being written and go for the
 writer, a quarter come while the job is still starting after the kill before, the others
 at a random step. Whatever ends with another status than 0 is started again, as when
 the rendezvous died with node0. The seed decides on victims, steps and delays.
@@ -92,7 +92,6 @@ class Supervised:
     def __init__(self, hosts, command, snapshot, limit_s, step_s, save_s, env):
         self.hosts, self.limit_s = hosts, limit_s
         self.snapshot = Path(hosts.folder, snapshot)
-        self.unfinished = Path(f"{self.snapshot}.tmp")  # renamed when it is written
         self.log = self.snapshot.with_suffix(".steps")
         self.command = [*command, "--snapshot-path", self.snapshot]
         self.env = env | {"STEP_S": step_s, "SAVE_S": save_s, "STEPS": self.log}
@@ -161,7 +160,8 @@ class Supervised:
         steps = self.steps(since)
         try:
             # A file from before the attempt was left by a kill.
-            written = self.unfinished.stat().st_mtime
+            files = self.snapshot.parent.glob(f"{self.snapshot.name}.*.tmp")
+            written = max((file.stat().st_mtime for file in files), default=0)
             return bool(steps) and written > steps[-1].began
         except FileNotFoundError:
             return False

@@ -189,7 +189,10 @@ def test_a_host_dies_and_comes_back(tmp_path):
 
 # With these, the first process of each host saves, not the first of all.
 SAVE_ON_EACH_HOST = [
-    ("if dist.get_rank() != 0:", 'if int(os.environ["LOCAL_RANK"]) != 0:'),
+    (
+        "if dist.get_rank() == 0:  # one rank writes",
+        'if int(os.environ["LOCAL_RANK"]) == 0:',
+    ),
     ("import gc\n", "import gc\nimport os\n"),
 ]
 
