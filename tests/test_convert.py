@@ -213,7 +213,7 @@ def test_float32_hides_small_mistakes(tmp_path):
     assert 1e-8 < difference.abs().max() < 1e-2
 
 
-# What all ranks must do alike
+# All ranks do the same
 
 
 def with_lines_added(text):
