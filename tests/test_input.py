@@ -184,6 +184,17 @@ def test_sgd_does_not_go_on_from_adagrad(runs, copy_of):
     assert line.startswith("snapshot.pt belongs to another optimizer, without momentum")
 
 
+def test_a_schedulers_own_settings_are_not_announced(runs, copy_of):
+    """OneCycleLR puts its start and its momentum where the script's were."""
+    path = copy_of(runs("single_gpu.py")[0])
+    snapshot = load(path)
+    (group,) = snapshot["OPTIMIZER_STATE"]["param_groups"]
+    group |= {"max_lr": 0.001, "initial_lr": 0.00004, "momentum": 0.85}
+    torch.save(snapshot, path)
+    done = train(ROOT / "single_gpu.py", 6, 1, cwd=path.parent)
+    assert "as in the script" not in done.stdout
+
+
 def test_a_model_with_extra_state_resumes(tmp_path):
     """Its state_dict holds something that is no tensor and has no shape."""
     script = plant("single_gpu.py", tmp_path / "copy", hooks=["extra_state"])

@@ -200,6 +200,24 @@ def test_one_rank_writes_the_log(script, tmp_path):
     assert rates == pytest.approx([expected_rates(2 * STEPS)[STEPS], 0])
 
 
+def test_a_row_loses_no_column_of_the_others(tmp_path):
+    """A metric got another name, and somebody added notes: earlier numbers stay."""
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,accuracy,notes\n1,0.5,good\n# by hand\n")
+    utils.log_row(str(path), 2, {"top-1": 0.75})
+    lines = ["epoch,top-1,accuracy,notes", "1,,0.5,good", "2,0.75,,"]
+    assert path.read_text().splitlines() == lines
+
+
+def test_a_file_that_is_no_log_is_moved_away(tmp_path):
+    """A spreadsheet has saved it with semicolons: the run goes on, and it is kept."""
+    path = tmp_path / "log.csv"
+    path.write_text("epoch;accuracy\n1;0,5\n")
+    utils.log_row(str(path), 2, {"accuracy": 0.75})
+    assert path.read_text().splitlines() == ["epoch,accuracy", "2,0.75"]
+    assert (tmp_path / "log.csv.old").read_text() == "epoch;accuracy\n1;0,5\n"
+
+
 def test_a_row_takes_the_place_of_its_epoch_and_of_later_ones(tmp_path):
     """Columns may come and go. What a killed writer has left behind is removed."""
     path = tmp_path / "log.csv"
