@@ -12,9 +12,12 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- diff -U0 OLD NEW -->               ... without lines of context
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
     <!-- rungs -->                          the table of the rungs
+    <!-- contents -->                       the list of all pages, by group
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well
     <!-- run (exit status 1) COMMAND -->    ... or with this exit status
+    <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
+                                            expressions); what is cut is marked [...]
     <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script
                                             (several faults: several `with`)
     <!-- end -->                            below each of these
@@ -22,7 +25,7 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- not run here: REASON -->           nor are those of the fence below
 
 A heading over hunks is their explanation: it says what they do, why, and what breaks
-without them, and names a test. Every hunk of every rung's diff has exactly one. Each
+without them, and its last line links to tests that fail then. Every hunk of every rung's diff has exactly one. Each
 command of an `sh` fence is run, too, and must end with exit status 0 (1 for diff). The
 pages are README.md and all under docs/. Run it from the root of the repository.
 
@@ -38,7 +41,15 @@ import sys
 from pathlib import Path
 
 from ladder.diffs import changed_lines, hunks, unified
-from ladder.pages import TEST, explanations, page_names, parse
+from ladder.pages import (
+    GROUPS,
+    TESTS,
+    explanations,
+    page_names,
+    parse,
+    tests_in,
+    title,
+)
 from ladder.rungs import (
     EDGES,
     ROOT,
@@ -92,13 +103,22 @@ def hunk_diff(block):
     return ["```diff", *lines, "```"]
 
 
+def link(block, text, target):
+    path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
+    return f"[{text}]({path})"
+
+
+def contents(block):
+    """The list of all pages."""
+    lines = []
+    for group, names in GROUPS.items():
+        links = [link(block, title(name), f"docs/{name}.md") for name in names]
+        lines.append(f"- **{group}**: {' · '.join(links)}")
+    return lines
+
+
 def rungs_table(block, explained):
     """The map: every rung, what it does, what it changes, where that is explained."""
-
-    def link(text, target):
-        path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
-        return f"[{text}]({path})"
-
     lines = [
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
@@ -109,8 +129,8 @@ def rungs_table(block, explained):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         found = {place[0]: None for place in explained.get((parent, name), {}).values()}
-        chapters = ", ".join(link(page, f"docs/{page}.md") for page in found)
-        lines.append(f"| {link(name, name)} | {what} | {size} | {chapters} |")
+        chapters = ", ".join(link(block, page, f"docs/{page}.md") for page in found)
+        lines.append(f"| {link(block, name, name)} | {what} | {size} | {chapters} |")
     return lines
 
 
@@ -140,10 +160,10 @@ def check_explanations(pages):
             if not re.search(".+".join(PARTS), section, re.S):
                 parts = "**What.** ... **Why.** ... **Without it.** ..."
                 problems.append(f"{at}: the explanation must be {parts}")
-            names = TEST.findall(section)
-            if not names:
-                problems.append(f"{at}: the explanation names no test")
-            missing = [name for name in names if not is_test(name)]
+            if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
+                line = "Tests: [test_name](../tests/test_file.py), ..."
+                problems.append(f"{at}: the last line of the section must be {line}")
+            missing = [name for name in tests_in(section) if not is_test(name)]
             problems += [f"{at}: there is no {name}" for name in missing]
     return problems
 
@@ -151,7 +171,7 @@ def check_explanations(pages):
 def is_test(name):
     path, _, function = name.partition("::")
     path = ROOT / path
-    return path.is_file() and (not function or f"def {function}(" in path.read_text())
+    return path.is_file() and f"def {function}(" in path.read_text()
 
 
 # The whole
@@ -167,6 +187,8 @@ def fill(page, outputs, explained):
             made = between if same(between, made) else made
         elif block.kind == "rungs":
             made = rungs_table(block, explained)
+        elif block.kind == "contents":
+            made = contents(block)
         else:
             made = hunk_diff(block) if block.hunks else whole_diff(block)
         lines[block.line : block.end] = made
