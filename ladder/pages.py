@@ -34,7 +34,8 @@ DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
 WHOLE = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
 RUN = (
     r"run(?: \(exit status (?P<status>\d+)\))?(?: \(show(?P<show>(?: `[^`]+`)+)\))?"
-    r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)? (?P<command>(?!with |\(show |\(exit ).*\S)"
+    r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
+    r" (?P<command>(?!with |\(show |\(exit ).*\S)"
 )
 TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
     "a diff": r"[-+@]",

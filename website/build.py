@@ -25,9 +25,10 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- not run here: REASON -->           nor are those of the fence below
 
 A heading over hunks is their explanation: it says what they do, why, and what breaks
-without them, and its last line links to tests that fail then. Every hunk of every rung's diff has exactly one. Each
-command of an `sh` fence is run, too, and must end with exit status 0 (1 for diff). The
-pages are README.md and all under docs/. Run it from the root of the repository.
+without them, and its last line links to tests that fail then. Every hunk of every
+rung's diff has exactly one. Each command of an `sh` fence is run, too, and must end
+with exit status 0 (1 for diff). The pages are README.md and all under docs/. Run it
+from the root of the repository.
 
 Bad input ends with one line that names the file and the line, exit status 2, and no
 file changed. Exit status 1: something is stale, or a command failed.
