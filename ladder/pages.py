@@ -255,7 +255,7 @@ TEST = re.compile(r"\[(test_\w+)\]\((?:\.\./)*(tests/\w+\.py)\)")
 TESTS = re.compile(rf"Tests: {TEST.pattern}(, {TEST.pattern})*")
 
 
-def tests_in(text):
+def linked_tests(text):
     """The tests that a text links to, as `tests/test_x.py::test_y`."""
     return [f"{path}::{name}" for name, path in TEST.findall(text)]
 
@@ -284,6 +284,6 @@ def named_tests(old, new):
     for page in [parse(x) for x in page_names()]:
         for block in page.blocks:
             if (block.old, block.new) == (old, new):
-                names = tests_in(page.section(block))
+                names = linked_tests(page.section(block))
                 tests |= {hunk.number: names for hunk in block.hunks}
     return tests

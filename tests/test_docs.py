@@ -11,7 +11,7 @@ import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, replace_once
-from ladder.pages import GROUPS, TEST, Block, Page, page_names, parse, tests_in
+from ladder.pages import GROUPS, TEST, Block, Page, page_names, parse, linked_tests
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
 from proofs.processes import run
 from proofs.warm import Fork
@@ -51,7 +51,7 @@ def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
     tests = f"tests/test_{Path(name).stem}.py"
     assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
     page = "docs/what_is_proven.md"
-    named = {test.partition("::")[0] for test in tests_in(text_of(page))}
+    named = {test.partition("::")[0] for test in linked_tests(text_of(page))}
     assert tests in named, f"{page} links to no test of {tests}"
 
 

@@ -48,7 +48,7 @@ from ladder.pages import (
     explanations,
     page_names,
     parse,
-    tests_in,
+    linked_tests,
     title,
 )
 from ladder.rungs import (
@@ -164,7 +164,7 @@ def check_explanations(pages):
             if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
                 line = "Tests: [test_name](../tests/test_file.py), ..."
                 problems.append(f"{at}: the last line of the section must be {line}")
-            missing = [name for name in tests_in(section) if not is_test(name)]
+            missing = [name for name in linked_tests(section) if not is_test(name)]
             problems += [f"{at}: there is no {name}" for name in missing]
     return problems
 
