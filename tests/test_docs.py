@@ -11,7 +11,7 @@ import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, replace_once
-from ladder.pages import GROUPS, TEST, Block, Page, page_names, parse, linked_tests
+from ladder.pages import GROUPS, TEST, Block, Page, linked_tests, page_names, parse
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
 from proofs.processes import run
 from proofs.warm import Fork

@@ -46,9 +46,9 @@ from ladder.pages import (
     GROUPS,
     TESTS,
     explanations,
+    linked_tests,
     page_names,
     parse,
-    linked_tests,
     title,
 )
 from ladder.rungs import (
