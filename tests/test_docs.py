@@ -161,6 +161,11 @@ NOT_FRESH = {
         "## Call the wrapper in the training step\n",
         "",
     ),
+    "no right output": (
+        CHAPTER,
+        "as `output = self.model(source)`: python",
+        "as `output = self.model(source)`: cd .; python",
+    ),
     "a table typed": ("README.md", "| 48, compared with single_gpu.py |", "| 9 |"),
 }
 

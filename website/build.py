@@ -169,6 +169,24 @@ def check_explanations(pages):
     return problems
 
 
+def check_partners(pages):
+    """A wrong output is shown beside the right one, which must be on the same page.
+
+    Only where the command ends well with the fault in it, too: that mistake is silent.
+    """
+    problems = []
+    for page in pages:
+        runs = [x for x in page.blocks if x.kind == "run"]
+        right = {x.text for x in runs if not x.faults}
+        explaining = {x.anchor for x in page.blocks if x.hunks}
+        for block in runs:
+            silent = block.faults and not block.status and block.anchor in explaining
+            if silent and block.text not in right:
+                what = "no block of this page has its output without the fault"
+                problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
+    return problems
+
+
 def is_test(name):
     path, _, function = name.partition("::")
     path = ROOT / path
@@ -216,7 +234,7 @@ def build(args):
     check_rungs()
     pages = [parse(name) for name in page_names()]
     explained = explanations(pages)
-    problems = check_explanations(pages)
+    problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
         name = Path(args.only).stem
         pages = [page for page in pages if name == Path(page.name).stem]
