@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ENV = {
-    # A restart gets a store of its own: "Starting again" in docs/3_fault_tolerance.md.
+    # "Give every attempt a store of its own" in docs/when_machines_fail.md
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1,
     "OMP_NUM_THREADS": 1,
     "PYTHONWARNINGS": "ignore",
