@@ -68,6 +68,16 @@ def test_the_readme_links_to_every_page(page):
     assert f"({page})" in text_of("README.md"), f"README.md has no link to {page}"
 
 
+@pytest.mark.text
+def test_chapter_1_quotes_the_script():
+    """Each of its fences of python is a stretch of the script, or a file to run."""
+    text = text_of("docs/1_single_gpu.md")
+    quotes = re.findall(r"(?<!-->\n)```python\n(.*?)```", text, re.S)
+    assert len(quotes) > 5
+    for quote in quotes:
+        assert quote in text_of("single_gpu.py"), f"single_gpu.py has no:\n{quote}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_folded_away_can_be_opened(page):
     """GitHub shows Markdown in a fold only if a blank line is above it."""
