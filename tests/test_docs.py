@@ -543,6 +543,9 @@ def test_what_varies_is_masked_and_nothing_else():
     assert not same([one], [line.format("at", 1.01, "20,000", 311, 80)])
     assert not same([one], [line.format("in", 1.0, "20,000", 311, 80)])
     assert not same([one], [one, one])
+    assert same(
+        ["0.51 ms, or 1.3 small all-reduces"], ["9.1 ms, or 7.0 small all-reduces"]
+    )
     assert not same(["rank 0"], ["rank 1"])
 
 
