@@ -250,6 +250,20 @@ def find_end(block, lines):
     raise block.wrong(f"this marker has no {END}")
 
 
+def right_output(page, block):
+    """The `run` block of a page with the same command and fewer of its faults, or None.
+
+    Fewer, and not none: some faults only set the scene, in the right output as well.
+    """
+    others = [
+        other
+        for other in page.blocks
+        if (other.kind, other.text, other.show) == ("run", block.text, block.show)
+        and set(other.faults) < set(block.faults)
+    ]
+    return max(others, key=lambda other: len(other.faults), default=None)
+
+
 # Explanations
 
 # A link to a test: its text is the test's name, its target the file.

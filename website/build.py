@@ -51,6 +51,7 @@ from ladder.pages import (
     linked_tests,
     page_names,
     parse,
+    right_output,
     title,
 )
 from ladder.rungs import (
@@ -196,12 +197,12 @@ def check_partners(pages):
     """
     problems = []
     for page in pages:
-        runs = [x for x in page.blocks if x.kind == "run"]
-        right = {x.text for x in runs if not x.faults}
-        explaining = {x.anchor for x in page.blocks if x.hunks}
-        for block in runs:
+        runs = [block for block in page.blocks if block.kind == "run"]
+        right = [right_output(page, block) for block in runs]
+        explaining = {block.anchor for block in page.blocks if block.hunks}
+        for block, other in zip(runs, right, strict=True):
             silent = block.faults and not block.status and block.anchor in explaining
-            if silent and block.text not in right:
+            if silent and not other and block not in right:
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
