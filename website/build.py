@@ -46,8 +46,8 @@ from ladder.rungs import (
     InputError,
     ancestry,
     check_rungs,
-    docstring,
     read_lines,
+    summary,
 )
 from website.commands import run_all, same
 
@@ -104,7 +104,7 @@ def rungs_table(block, explained):
         "|---|---|---|---|",
     ]
     for name in sorted(RUNGS, key=ancestry):
-        parent, what = RUNGS[name], docstring(ROOT / name).split(". ")[0]
+        parent, what = RUNGS[name], summary(name)
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
