@@ -7,10 +7,36 @@ from pathlib import Path
 from ladder.diffs import hunks
 from ladder.rungs import ROOT, InputError, read_lines
 
+# Every page of docs/ in the order of reading, by what a reader wants from it.
+GROUPS = {
+    "Learn": [
+        "0_intro",
+        "1_single_gpu",
+        "2_multigpu",
+        "3_fault_tolerance",
+        "4_multinode",
+        "theory",
+        "glossary",
+    ],
+    "Do": [
+        "convert_your_script",
+        "make_it_real",
+        "real_job",
+        "preemptible",
+        "slurm",
+        "preflight",
+    ],
+    "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
+    "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],
+}
 END = "<!-- end -->"
 DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
 WHOLE = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
-RUN = r"run(?: \(exit status (\d+)\))?((?: with `[^`]+` as `[^`]*`)+:)? ((?!with )\S.*)"
+RUN = (
+    r"run(?: \(exit status (?P<status>\d+)\))?(?: \(show(?P<show>(?: `[^`]+`)+)\))?"
+    r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
+    r" (?P<command>(?!with |\(show |\(exit ).*\S)"
+)
 TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
     "a diff": r"[-+@]",
     "a command or its output": r"[$] |epoch \d",
@@ -33,6 +59,7 @@ class Block:
     context: int = 0
     hunks: list = field(default_factory=list)
     status: int = 0
+    show: list = field(default_factory=list)  # regular expressions; all, if empty
     faults: list = field(default_factory=list)  # (old, new) in the command's script
     script: str = ""
 
@@ -63,6 +90,14 @@ def slug(heading, taken):
     text = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
     number = taken[text] = taken.get(text, -1) + 1
     return f"{text}-{number}" if number else text
+
+
+def title(name):
+    """A page's one name everywhere: its first heading."""
+    headings = parse(f"docs/{name}.md").headings
+    if not headings:
+        raise InputError(f"docs/{name}.md:1: a page begins with a heading")
+    return headings[0][1]
 
 
 def page_names():
@@ -142,12 +177,14 @@ def read_marker(page, number, line):
         block.kind, block.text = "file", found[1]
         if (ROOT / block.text).exists():
             raise block.wrong(f"{block.text} is a file of this repository already")
-    elif block.text == "rungs":
-        block.kind = "rungs"
+    elif block.text in ("rungs", "contents"):
+        block.kind = block.text
     elif found := re.fullmatch(RUN, block.text):
-        block.kind, block.status = "run", int(found[1] or 0)
-        block.text = found[3]
-        block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found[2] or "")
+        block.kind, block.status = "run", int(found["status"] or 0)
+        block.text = found["command"]
+        block.show = re.findall(r"`([^`]+)`", found["show"] or "")
+        block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found["faults"] or "")
+        check_patterns(block)
         check_faults(page, block)
     elif found := re.fullmatch(WHOLE, block.text) or re.fullmatch(DIFF, block.text):
         found = found.groupdict()
@@ -159,6 +196,16 @@ def read_marker(page, number, line):
     else:
         raise block.wrong(f"no such marker: {line}")
     return block
+
+
+def check_patterns(block):
+    for pattern in block.show:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise block.wrong(
+                f"`{pattern}` is no regular expression: {error}"
+            ) from None
 
 
 def check_faults(page, block):
@@ -203,7 +250,14 @@ def find_end(block, lines):
 
 # Explanations
 
-TEST = re.compile(r"`(tests/\w+\.py(?:::\w+)?)`")
+# A link to a test: its text is the test's name, its target the file.
+TEST = re.compile(r"\[(test_\w+)\]\((?:\.\./)*(tests/\w+\.py)\)")
+TESTS = re.compile(rf"Tests: {TEST.pattern}(, {TEST.pattern})*")
+
+
+def linked_tests(text):
+    """The tests that a text links to, as `tests/test_x.py::test_y`."""
+    return [f"{path}::{name}" for name, path in TEST.findall(text)]
 
 
 def explanations(pages=None):
@@ -230,6 +284,6 @@ def named_tests(old, new):
     for page in [parse(x) for x in page_names()]:
         for block in page.blocks:
             if (block.old, block.new) == (old, new):
-                names = TEST.findall(page.section(block))
+                names = linked_tests(page.section(block))
                 tests |= {hunk.number: names for hunk in block.hunks}
     return tests

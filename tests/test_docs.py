@@ -11,7 +11,7 @@ import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, replace_once
-from ladder.pages import TEST, Block, Page, page_names, parse
+from ladder.pages import GROUPS, TEST, Block, Page, linked_tests, page_names, parse
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
 from proofs.processes import run
 from proofs.warm import Fork
@@ -51,7 +51,8 @@ def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
     tests = f"tests/test_{Path(name).stem}.py"
     assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
     page = "docs/what_is_proven.md"
-    assert f"`{tests}" in text_of(page), f"{page} names no test of {tests}"
+    named = {test.partition("::")[0] for test in linked_tests(text_of(page))}
+    assert tests in named, f"{page} links to no test of {tests}"
 
 
 @pytest.mark.text
@@ -90,10 +91,15 @@ def test_pictures_have_alternative_texts_of_one_line(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_tests_that_are_named_exist(page):
-    for name in TEST.findall(text_of(page)):
-        path, _, function = name.partition("::")
+    for name, path in TEST.findall(text_of(page)):
         tree = ast.parse((ROOT / path).read_text())
-        assert not function or function in [getattr(x, "name", "") for x in tree.body]
+        assert name in [getattr(x, "name", "") for x in tree.body], (name, path)
+
+
+def test_every_page_is_in_one_group():
+    """The contents, in README.md and on the site, are made from these."""
+    listed = [f"docs/{name}.md" for names in GROUPS.values() for name in names]
+    assert sorted(listed) == [x for x in PAGES if x.startswith("docs/")]
 
 
 # The tool. What must fail is put into a copy of the repository.
@@ -145,12 +151,21 @@ NOT_FRESH = {
     "no why": (CHAPTER, "**Why.** All processes", "All processes"),
     "no test": (
         CHAPTER,
-        "for it once per rank:\n`tests/test_probe.py::test_one_rank_writes`.",
-        "for it once per rank.",
+        "\nTests: [test_one_rank_writes]",
+        "\nSee [test_one_rank_writes]",
     ),
-    "no such test": (CHAPTER, "`tests/test_input.py::test_bad_nprocs`", "`tests/x.py`"),
+    "no such test": (CHAPTER, "[test_bad_nprocs](", "[test_nosuch]("),
     "an empty what": (CHAPTER, "**What.** The training step", "**What.** **Why.** The"),
-    "two diffs, one heading": (CHAPTER, "## Forward through the wrapper\n", ""),
+    "two diffs, one heading": (
+        CHAPTER,
+        "## Call the wrapper in the training step\n",
+        "",
+    ),
+    "no right output": (
+        CHAPTER,
+        "as `output = self.model(source)`: python",
+        "as `output = self.model(source)`: cd .; python",
+    ),
     "a table typed": ("README.md", "| 48, compared with single_gpu.py |", "| 9 |"),
 }
 
@@ -227,6 +242,10 @@ WRONG = {
     "a fault in many places": (
         DIFFS,
         f"<!-- run with `rank` as `x`: ls multigpu.py -->\n<!-- end -->\n\n{DIFFS}",
+    ),
+    "a pattern that is none": (
+        DIFFS,
+        f"<!-- run (show `(`) ls -->\n<!-- end -->\n\n{DIFFS}",
     ),
     "half a fault": (
         DIFFS,
@@ -327,6 +346,15 @@ OUTPUT = {  # what a page holds, and what is said of it
     "it prints a marker": (
         RUN.replace("run echo 0.5", "run echo '<!-- x'"),
         (1, "prints a fence or a marker"),
+    ),
+    "a part of it": (
+        "<!-- run (show `b` `^d`) printf 'a\\nb\\nc\\nd\\n' -->\n```console\n"
+        "$ printf 'a\\nb\\nc\\nd\\n'\n[...]\nb\n[...]\nd\n```\n<!-- end -->\n",
+        (0, ""),
+    ),
+    "a part that is not there": (
+        RUN.replace("run echo", "run (show `x`) echo"),
+        (1, "no line of what it prints is to be shown"),
     ),
     "it does not end": (RUN.replace("run", f"run {SLEEP};"), (1, "exit status 124")),
     "it leaves a process": (

@@ -12,9 +12,12 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- diff -U0 OLD NEW -->               ... without lines of context
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
     <!-- rungs -->                          the table of the rungs
+    <!-- contents -->                       the list of all pages, by group
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well
     <!-- run (exit status 1) COMMAND -->    ... or with this exit status
+    <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
+                                            expressions); what is cut is marked [...]
     <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script
                                             (several faults: several `with`)
     <!-- end -->                            below each of these
@@ -22,9 +25,10 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- not run here: REASON -->           nor are those of the fence below
 
 A heading over hunks is their explanation: it says what they do, why, and what breaks
-without them, and names a test. Every hunk of every rung's diff has exactly one. Each
-command of an `sh` fence is run, too, and must end with exit status 0 (1 for diff). The
-pages are README.md and all under docs/. Run it from the root of the repository.
+without them, and its last line links to tests that fail then. Every hunk of every
+rung's diff has exactly one. Each command of an `sh` fence is run, too, and must end
+with exit status 0 (1 for diff). The pages are README.md and all under docs/. Run it
+from the root of the repository.
 
 Bad input ends with one line that names the file and the line, exit status 2, and no
 file changed. Exit status 1: something is stale, or a command failed.
@@ -38,7 +42,15 @@ import sys
 from pathlib import Path
 
 from ladder.diffs import changed_lines, hunks, unified
-from ladder.pages import TEST, explanations, page_names, parse
+from ladder.pages import (
+    GROUPS,
+    TESTS,
+    explanations,
+    linked_tests,
+    page_names,
+    parse,
+    title,
+)
 from ladder.rungs import (
     EDGES,
     ROOT,
@@ -92,13 +104,22 @@ def hunk_diff(block):
     return ["```diff", *lines, "```"]
 
 
+def link(block, text, target):
+    path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
+    return f"[{text}]({path})"
+
+
+def contents(block):
+    """The list of all pages."""
+    lines = []
+    for group, names in GROUPS.items():
+        links = [link(block, title(name), f"docs/{name}.md") for name in names]
+        lines.append(f"- **{group}**: {' · '.join(links)}")
+    return lines
+
+
 def rungs_table(block, explained):
     """The map: every rung, what it does, what it changes, where that is explained."""
-
-    def link(text, target):
-        path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
-        return f"[{text}]({path})"
-
     lines = [
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
@@ -109,8 +130,8 @@ def rungs_table(block, explained):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         found = {place[0]: None for place in explained.get((parent, name), {}).values()}
-        chapters = ", ".join(link(page, f"docs/{page}.md") for page in found)
-        lines.append(f"| {link(name, name)} | {what} | {size} | {chapters} |")
+        chapters = ", ".join(link(block, page, f"docs/{page}.md") for page in found)
+        lines.append(f"| {link(block, name, name)} | {what} | {size} | {chapters} |")
     return lines
 
 
@@ -140,18 +161,36 @@ def check_explanations(pages):
             if not re.search(".+".join(PARTS), section, re.S):
                 parts = "**What.** ... **Why.** ... **Without it.** ..."
                 problems.append(f"{at}: the explanation must be {parts}")
-            names = TEST.findall(section)
-            if not names:
-                problems.append(f"{at}: the explanation names no test")
-            missing = [name for name in names if not is_test(name)]
+            if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
+                line = "Tests: [test_name](../tests/test_file.py), ..."
+                problems.append(f"{at}: the last line of the section must be {line}")
+            missing = [name for name in linked_tests(section) if not is_test(name)]
             problems += [f"{at}: there is no {name}" for name in missing]
+    return problems
+
+
+def check_partners(pages):
+    """A wrong output is shown beside the right one, which must be on the same page.
+
+    Only where the command ends well with the fault in it, too: that mistake is silent.
+    """
+    problems = []
+    for page in pages:
+        runs = [x for x in page.blocks if x.kind == "run"]
+        right = {x.text for x in runs if not x.faults}
+        explaining = {x.anchor for x in page.blocks if x.hunks}
+        for block in runs:
+            silent = block.faults and not block.status and block.anchor in explaining
+            if silent and block.text not in right:
+                what = "no block of this page has its output without the fault"
+                problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
 
 
 def is_test(name):
     path, _, function = name.partition("::")
     path = ROOT / path
-    return path.is_file() and (not function or f"def {function}(" in path.read_text())
+    return path.is_file() and f"def {function}(" in path.read_text()
 
 
 # The whole
@@ -167,6 +206,8 @@ def fill(page, outputs, explained):
             made = between if same(between, made) else made
         elif block.kind == "rungs":
             made = rungs_table(block, explained)
+        elif block.kind == "contents":
+            made = contents(block)
         else:
             made = hunk_diff(block) if block.hunks else whole_diff(block)
         lines[block.line : block.end] = made
@@ -193,7 +234,7 @@ def build(args):
     check_rungs()
     pages = [parse(name) for name in page_names()]
     explained = explanations(pages)
-    problems = check_explanations(pages)
+    problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
         name = Path(args.only).stem
         pages = [page for page in pages if name == Path(page.name).stem]

@@ -155,8 +155,23 @@ def console(block, output):
         for old, new in block.faults
     ]
     above = [f"With {block.script} changed: {', and '.join(said)}.", ""] if said else []
-    lines = [f"$ {block.text}", *(line.rstrip() for line in output.splitlines())]
+    shown = [line.rstrip() for line in output.splitlines()]
+    lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
     return [*above, "```console", *lines, "```"]
+
+
+CUT = "[...]"
+
+
+def cut(lines, patterns):
+    """Only the lines that match a pattern; CUT for each stretch that is left out."""
+    kept = []
+    for line in lines:
+        if any(re.search(pattern, line) for pattern in patterns):
+            kept.append(line)
+        elif kept[-1:] != [CUT]:
+            kept.append(CUT)
+    return kept
 
 
 def what_is_wrong(block, status, output):
@@ -165,6 +180,8 @@ def what_is_wrong(block, status, output):
         return f"exit status {status}"
     if block and not output.strip():
         return "prints nothing"
+    if block and block.show and cut(output.splitlines(), block.show) == [CUT]:
+        return "no line of what it prints is to be shown"
     if block and re.search(r"^(```|<!--)", output, re.M):
         return "prints a fence or a marker"
     return ""
