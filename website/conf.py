@@ -8,9 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-project = "From one device to many"
+from website.home import readme  # noqa: E402
+
+project = readme()[0].partition(":")[0]
 html_title = project
-extensions = ["myst_parser", "website.extension"]
+extensions = ["myst_parser", "sphinx_copybutton", "notfound.extension"]
+extensions += ["website.extension"]
 root_doc = "0_intro"
 include_patterns = ["*.md"]
 myst_heading_anchors = 6  # ladder.pages.slug gives the same anchors
@@ -38,6 +41,9 @@ html_theme_options = {
         "color-added-word": "#a6eeb6",
         "color-sign": "#4a4d54",
         "color-bar": "#e4e9f2",
+        "color-step-1": "#eceff2",
+        "color-step-2": "#d3e5fb",
+        "color-step-3": "#d0eed9",
     },
     "dark_css_variables": {
         "color-removed": "#3a1d20",
@@ -46,5 +52,8 @@ html_theme_options = {
         "color-added-word": "#1b5230",
         "color-sign": "#b4b9c0",
         "color-bar": "#2a303b",
+        "color-step-1": "#2a3039",
+        "color-step-2": "#173a63",
+        "color-step-3": "#164a2c",
     },
 }

@@ -15,6 +15,7 @@ from sphinx import addnodes
 from ladder import pages
 from ladder.diffs import changed_lines, hunks
 from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry
+from website.home import home
 from website.side_by_side import (
     explain,
     page_of,
@@ -39,7 +40,7 @@ def read_all(app, env, docnames):
 
 
 def add_links(app, docname, source):
-    """Below each diff and table, links to its pairs; on the first page, a menu."""
+    """Below each diff and table, links to its pairs; on the first page, the sidebar."""
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
     blocks = [block for block in page.blocks if block.kind in ("diff", "rungs")]
@@ -51,8 +52,10 @@ def add_links(app, docname, source):
         text = f'<p class="beside">Side by side: {links}</p>'
         lines[block.end + 1 : block.end + 1] = ["", text, ""]
     if docname == app.config.root_doc:
-        others = sorted(app.env.found_docs - {docname}, key=reading_order)
-        lines += ["", "```{toctree}", ":hidden:", "", "self", *others, "```"]
+        for group, names in pages.GROUPS.items():
+            names = ["self" if name == docname else name for name in names]
+            lines += ["", "```{toctree}", ":hidden:", f":caption: {group}", ""]
+            lines += [*names, "```"]
     source[0] = "\n".join(lines) + "\n"
 
 
@@ -70,12 +73,6 @@ def beside(block):
         for hunk in block.hunks
     ]
     return changes or links  # without hunks, the block is the whole diff
-
-
-def reading_order(docname):
-    """The numbered chapters by their number, then the others by their name."""
-    number = docname.split("_")[0]
-    return (0, int(number), "") if number.isdigit() else (1, 0, docname)
 
 
 def link_files(app, doctree):
@@ -104,7 +101,6 @@ def source_page(name):
 
 def make_pages(app):
     """The pages that are not made from Markdown."""
-    yield "index", {"start": app.config.root_doc}, "redirect.html"
     explained = pages.explanations()
     rungs = sorted(RUNGS, key=ancestry)
     common = {
@@ -114,9 +110,11 @@ def make_pages(app):
         "page_of": page_of,
         "source": source_page,
     }
+    start = home(explained, app.builder.highlighter.highlight_block)
+    yield "index", common | start, "home.html"
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     metadata = app.env.metadata.values()
-    in_chapters = [pair for data in metadata for pair in data["pairs"]]
+    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
     pairs = list(dict.fromkeys([*pairs, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
     table = {"title": "Side by side", "sizes": sizes}
@@ -131,7 +129,7 @@ def make_pages(app):
             "parts": parts(old, new, explain(old, new, explained)),
         }
         yield page_of(old, new), context, "side_by_side.html"
-    linked = {name for data in metadata for name in data["files"]}
+    linked = {name for data in metadata for name in data.get("files", [])}
     shown = linked.union(*pairs)
     for name in sorted(shown):
         context = common | {
@@ -142,6 +140,11 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
+def lead_home(app, pagename, templatename, context, doctree):
+    """The name of the site leads to its start page, not to the first chapter."""
+    context["master_doc"] = "index"
+
+
 def setup(app):
     app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
@@ -149,4 +152,5 @@ def setup(app):
     # Before Sphinx copies the files that are linked to (500).
     app.connect("doctree-read", link_files, priority=400)
     app.connect("html-collect-pages", make_pages)
+    app.connect("html-page-context", lead_home)
     return {"parallel_read_safe": True}
