@@ -2,6 +2,7 @@
 
 import html
 import re
+import textwrap
 
 from ladder.diffs import changed_lines, hunks
 from ladder.pages import parse
@@ -60,6 +61,12 @@ def cards(names):
         }
 
 
+def narrow(lines):
+    """The lines of a diff, less to the right where all are indented."""
+    code = textwrap.dedent("\n".join(x[1:] for x in lines)).split("\n")
+    return "\n".join(x[0] + y for x, y in zip(lines, code, strict=True))
+
+
 def home(explained, highlight):
     """The context of home.html; `highlight(code, language)` returns HTML."""
     title, promise, commands = readme()
@@ -71,7 +78,7 @@ def home(explained, highlight):
     changes = []
     for hunk in block.hunks:
         page, heading, anchor = explained[old, new][hunk.number]
-        diff = highlight("\n".join(hunk.lines), "diff")
+        diff = highlight(narrow(hunk.lines), "diff")
         place = {"page": page, "heading": heading, "anchor": anchor}
         changes.append(place | {"diff": diff})
     return {
