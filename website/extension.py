@@ -142,6 +142,12 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
+def add_assets(app, pagename, templatename, context, doctree):
+    if pagename.startswith(("side_by_side/", "source/")):
+        app.add_css_file("side_by_side.css", priority=900)  # after site.css
+        app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+
+
 def setup(app):
     app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
@@ -149,4 +155,5 @@ def setup(app):
     # Before Sphinx copies the files that are linked to (500).
     app.connect("doctree-read", link_files, priority=400)
     app.connect("html-collect-pages", make_pages)
+    app.connect("html-page-context", add_assets)
     return {"parallel_read_safe": True}
