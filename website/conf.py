@@ -25,6 +25,12 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_use_index = False
 html_copy_source = False
+# Of a console, the buttons copy the commands alone: no prompt and no output.
+copybutton_selector = ", ".join(
+    f".highlight-{kind} pre" for kind in ("sh", "python", "console:not(.output)")
+)
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 html_show_copyright = False
 html_show_sphinx = False
 # Kept up with Sphinx, light and dark, readable without JavaScript, and it loads nothing

@@ -6,6 +6,7 @@ repository that a chapter links to.
 """
 
 import html
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from sphinx import addnodes
 
 from ladder import pages
 from ladder.diffs import changed_lines, hunks
-from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry
+from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
+from website import search
 from website.home import home
 from website.side_by_side import (
     explain,
@@ -89,10 +91,40 @@ def link_files(app, doctree):
         path = Path(app.srcdir, target).resolve()
         name = str(path.relative_to(ROOT))
         shown.append(name)
-        link = nodes.reference(
-            "", "", *node.children, refuri=f"{source_page(name)}.html"
-        )
-        node.replace_self(link)
+        url = f"{source_page(name)}.html"
+        parts, line = node.children, line_of(name, node.astext())
+        if line:
+            url += f"#L{line}"
+            if isinstance(parts[0], nodes.Text):
+                parts = breakable(node.astext())
+        node.replace_self(nodes.reference("", "", *parts, refuri=url))
+
+
+def line_of(name, text):
+    """The line of the function or class of this name in a Python file, or None."""
+    if name.endswith(".py") and text.isidentifier():
+        for number, line in enumerate(read_lines(name), 1):
+            if re.match(rf"(?:async )?(?:def|class) {text}\b", line):
+                return number
+    return None
+
+
+def breakable(text):
+    """The name as nodes; a line may break after each of its underscores."""
+    found = []
+    for piece in re.findall("_*[^_]+_?|_+", text):
+        found += [nodes.Text(piece), nodes.raw("", "<wbr>", format="html")]
+    return found[:-1]
+
+
+def mark_outputs(app, doctree):
+    """Output that shows no command gets no button to copy a command."""
+    for node in doctree.findall(nodes.literal_block):
+        lines = node.astext().splitlines()
+        if node.get("language") == "console" and not any(
+            line.startswith(app.config.copybutton_prompt_text) for line in lines
+        ):
+            node["classes"].append("output")
 
 
 def source_page(name):
@@ -131,7 +163,8 @@ def make_pages(app):
         yield page_of(old, new), context, "side_by_side.html"
     linked = {name for data in metadata for name in data.get("files", [])}
     shown = linked.union(*pairs)
-    for name in sorted(shown):
+    app.env.site_pairs, app.env.site_files = pairs, sorted(shown)
+    for name in app.env.site_files:
         context = common | {
             "title": name,
             "parent": RUNGS.get(name),
@@ -140,9 +173,30 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
-def lead_home(app, pagename, templatename, context, doctree):
-    """The name of the site leads to its start page, not to the first chapter."""
+def add_assets(app, pagename, templatename, context, doctree):
+    # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
+    if pagename == "index":
+        app.add_css_file("home.css", priority=900)  # after site.css
+    if pagename.startswith(("side_by_side/", "source/")):
+        app.add_css_file("side_by_side.css", priority=900)
+        app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+
+
+def make_search(app, exception):
+    """The index of the search, when all pages are written."""
+    if exception or app.builder.name != "html":
+        return
+    documents = {}
+    for docname in app.env.found_docs:
+        page = f"{docname}.html"
+        documents[page] = search.chapter(Path(app.outdir, page))
+    for old, new in app.env.site_pairs:
+        page = f"{page_of(old, new)}.html"
+        documents[page] = search.pair(old, new, whole=RUNGS.get(new) == old)
+    for name in app.env.site_files:
+        documents[f"{source_page(name)}.html"] = search.file(name)
+    search.write_index(app.outdir, documents)
 
 
 def setup(app):
@@ -151,6 +205,8 @@ def setup(app):
     app.connect("source-read", add_links)
     # Before Sphinx copies the files that are linked to (500).
     app.connect("doctree-read", link_files, priority=400)
+    app.connect("doctree-read", mark_outputs)
     app.connect("html-collect-pages", make_pages)
-    app.connect("html-page-context", lead_home)
+    app.connect("html-page-context", add_assets)
+    app.connect("build-finished", make_search)
     return {"parallel_read_safe": True}
