@@ -3,8 +3,10 @@
 Then open docs/_site/index.html.
 """
 
+import os
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -12,6 +14,12 @@ from website.home import readme  # noqa: E402
 
 project = readme()[0].partition(":")[0]
 html_title = project
+# Where the site and the repository are, if they are published: the workflow says it.
+# Links from elsewhere (a preview's picture, the page for wrong addresses) need it.
+html_baseurl = os.environ.get("SITE_URL", "")
+repository_url = os.environ.get("REPOSITORY_URL", "")
+notfound_urls_prefix = urlsplit(html_baseurl).path.rstrip("/") + "/"
+notfound_template = "404.html"
 extensions = ["myst_parser", "sphinx_copybutton", "notfound.extension"]
 extensions += ["website.extension"]
 root_doc = "0_intro"
@@ -41,6 +49,9 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme_options = {
     "light_css_variables": {
+        "color-brand-primary": "#1d4fbf",
+        "color-brand-content": "#1d4fbf",
+        "color-brand-visited": "#6f1fbf",
         "color-removed": "#ffebe9",
         "color-added": "#dafbe1",
         "color-removed-word": "#ffc8c4",
@@ -52,6 +63,9 @@ html_theme_options = {
         "color-step-3": "#d0eed9",
     },
     "dark_css_variables": {
+        "color-brand-primary": "#8ab8ff",
+        "color-brand-content": "#8ab8ff",
+        "color-brand-visited": "#cdb0ff",
         "color-removed": "#3a1d20",
         "color-added": "#12301f",
         "color-removed-word": "#6b2a2c",

@@ -8,6 +8,7 @@ repository that a chapter links to.
 import html
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from docutils import nodes
@@ -17,7 +18,7 @@ from ladder import pages
 from ladder.diffs import changed_lines, hunks
 from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
 from website import search
-from website.home import home
+from website.home import home, readme
 from website.side_by_side import (
     explain,
     page_of,
@@ -142,7 +143,8 @@ def make_pages(app):
         "page_of": page_of,
         "source": source_page,
     }
-    start = home(explained, app.builder.highlighter.highlight_block)
+    highlight = app.builder.highlighter.highlight_block
+    start = home(explained, highlight, app.config.repository_url)
     yield "index", common | start, "home.html"
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     metadata = app.env.metadata.values()
@@ -173,9 +175,40 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
+def previews(app, pagename, context, doctree):
+    """What a link to the page shows where it is shared, and under it in a search."""
+    texts = doctree.findall(nodes.paragraph) if doctree else ()
+    text = next((x.astext() for x in texts), "") or readme()[1]
+    text = " ".join(re.sub("<[^>]*>", "", text).split())
+    tags = {
+        "description": textwrap.shorten(text, 200, placeholder=" ..."),
+        "og:title": re.sub("<[^>]*>", "", context.get("title", app.config.project)),
+        "og:site_name": app.config.project,
+        "og:type": "website",
+        "og:image": "_static/preview.png",
+        "og:image:alt": "The three scripts as steps, with the lines that change",
+        "twitter:card": "summary_large_image",
+    }
+    tags["og:description"] = tags["description"]
+    base = app.config.html_baseurl.rstrip("/")
+    if base:
+        tags["og:url"] = f"{base}/{app.builder.get_target_uri(pagename)}"
+        tags["og:image"] = f"{base}/{tags['og:image']}"
+    else:  # only an address with a host is valid: without one, better no picture
+        del tags["og:image"], tags["og:image:alt"]
+    return "".join(
+        f'<meta {"property" if ":" in key and key[:2] == "og" else "name"}="{key}" '
+        f'content="{html.escape(html.unescape(value))}">\n'
+        for key, value in tags.items()
+    )
+
+
 def add_assets(app, pagename, templatename, context, doctree):
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
+    context["metatags"] = context.get("metatags", "") + previews(
+        app, pagename, context, doctree
+    )
     if pagename == "index":
         app.add_css_file("home.css", priority=900)  # after site.css
     if pagename.startswith(("side_by_side/", "source/")):
@@ -200,6 +233,7 @@ def make_search(app, exception):
 
 
 def setup(app):
+    app.add_config_value("repository_url", "", "html")
     app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
     app.connect("source-read", add_links)

@@ -67,9 +67,15 @@ def narrow(lines):
     return "\n".join(x[0] + y for x, y in zip(lines, code, strict=True))
 
 
-def home(explained, highlight):
-    """The context of home.html; `highlight(code, language)` returns HTML."""
+def home(explained, highlight, repository=""):
+    """The context of home.html; `highlight(code, language)` returns HTML.
+
+    repository: its address, where that is known.
+    """
     title, promise, commands = readme()
+    if repository:
+        folder = repository.rstrip("/").rpartition("/")[2].removesuffix(".git")
+        commands = f"git clone {repository}\ncd {folder}\n{commands}"
     old, new = trunk()[:2]
     texts = " ".join(f"`{x}`" for x in EXCERPT)
     marker = f"<!-- diff {old} {new}: {texts} -->"
@@ -85,6 +91,7 @@ def home(explained, highlight):
         "title": title,
         "name": title,
         "promise": promise,
+        "cloned": bool(repository),
         "commands": highlight(commands, "sh"),
         "steps": list(cards(trunk())),
         "leaves": list(cards(variants())),

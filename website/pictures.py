@@ -214,27 +214,28 @@ STEP_COLOURS = ["plain", "blue", "green"]
 
 
 def ladder():
-    def edge(name):
-        parent = RUNGS[name]
-        return parent, len(changed_lines(parent, name)) if parent else 0
+    return draw_ladder(cards_of(trunk()), cards_of(variants()), step_of())
 
-    return draw_ladder(
-        [(name, summary(name), *edge(name)) for name in trunk()],
-        [(name, summary(name), *edge(name)) for name in variants()],
-        {
-            name: trunk().index(step)
-            for name in RUNGS
-            for step in ancestry(name)
-            if step in trunk()
-        },
-    )
+
+def cards_of(names):
+    """[(name, what it does, parent, changed lines)] of these rungs."""
+    return [
+        (name, summary(name), parent, len(changed_lines(parent, name)) if parent else 0)
+        for name, parent in ((name, RUNGS[name]) for name in names)
+    ]
+
+
+def step_of():
+    """{name: the number of the step of the trunk that the rung stands on}."""
+    order = trunk()
+    return {
+        name: max(order.index(x) for x in ancestry(name) if x in order)
+        for name in RUNGS
+    }
 
 
 def draw_ladder(steps, leaves, step_of):
-    """steps, leaves: [(name, what it does, parent, changed lines)].
-
-    step_of: {name: the number of the step that it stands on}
-    """
+    """steps, leaves: as `cards_of` has them; step_of: as `step_of()`."""
     said = [
         f"{name}: {what}" + (f". {size} lines differ from {parent}" if parent else "")
         for name, what, parent, size in [*steps, *leaves]

@@ -23,7 +23,7 @@ function show(list, page) {
   made("span", item, { className: "kind", textContent: page.meta.kind });
   const hits = (section) => section.weighted_locations.length;
   const sections = page.sub_results
-    .filter((section) => section.url !== page.url)
+    .filter((section) => section.url !== page.url && section.title !== page.meta.title)
     .sort((one, other) => hits(other) - hits(one))
     .slice(0, MOST.sections);
   if (!sections.length) made("p", item, { innerHTML: plain(page.excerpt) });

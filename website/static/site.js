@@ -62,20 +62,21 @@ async function searchIn(field, box) {
 
 const side = document.querySelector(".sidebar-search");
 if (side && served) {
-  const box = document.createElement("div");
+  // The box is fixed, and stands where this place is: below the field.
+  const place = document.createElement("div");
+  const box = place.appendChild(document.createElement("div"));
   box.className = "found";
   box.hidden = true;
-  const form = side.form;
-  form.append(box);
-  form.autocomplete = "off";
+  side.form.after(place);
+  side.autocomplete = "off";
   side.addEventListener("focus", () => searchIn(side, box), { once: true });
   side.addEventListener("focus", () => (box.hidden = !side.value.trim()));
-  form.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
+  addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || box.hidden) return;
     side.focus();
     box.hidden = true;
   });
-  const leave = ({ target }) => (box.hidden ||= !form.contains(target));
+  const leave = ({ target }) => (box.hidden ||= target !== side && !box.contains(target));
   addEventListener("click", leave);
   addEventListener("focusin", leave);
 }
