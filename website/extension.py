@@ -96,7 +96,7 @@ def link_files(app, doctree):
         parts, line = node.children, line_of(name, node.astext())
         if line:
             url += f"#L{line}"
-            if isinstance(parts[0], nodes.Text):
+            if not any(isinstance(x, nodes.literal) for x in parts):
                 parts = breakable(node.astext())
         node.replace_self(nodes.reference("", "", *parts, refuri=url))
 
