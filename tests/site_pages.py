@@ -38,29 +38,37 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.loads = set(), [], []
+        self.ids, self.id_list, self.links, self.loads = set(), [], [], []
         self.text = {"old": "", "new": "", "source": ""}
         self.hunks, self.options = {}, []
-        self.pre = self.line = self.hunk = None
+        self.pre = self.line = self.hunk = self.paragraph = self.why = None
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         if "id" in attributes:
             self.ids.add(attributes["id"])
+            self.id_list.append(attributes["id"])
             if attributes["id"].startswith("hunk-"):
                 self.hunk = int(attributes["id"].removeprefix("hunk-"))
-                self.hunks[self.hunk] = {"del": [], "ins": [], "links": []}
+                kinds = "del", "ins", "chapters", "whys", "see"
+                self.hunks[self.hunk] = {kind: [] for kind in kinds}
         if tag == "a" and "href" in attributes:
             self.links.append(attributes["href"])
-            if self.hunk and not attributes["href"].startswith("#"):
-                self.hunks[self.hunk]["links"].append(attributes["href"])
+            if self.paragraph in ("chapter", "see"):
+                kind = "chapters" if self.paragraph == "chapter" else "see"
+                self.hunks[self.hunk][kind].append(attributes["href"])
         elif tag in ("script", "img") and "src" in attributes:
             self.loads.append(attributes["src"])
         elif tag == "link" and attributes["rel"] in ("stylesheet", "icon"):
             self.loads.append(attributes["href"])
         elif tag == "option":
             self.options.append((attributes["value"], "selected" in attributes))
+        elif tag == "p":
+            self.paragraph = attributes.get("class")
+        elif tag == "details" and attributes.get("class") == "why":
+            self.why = True
+            self.hunks[self.hunk]["whys"].append("")
         elif tag == "pre":
             self.pre = attributes.get("class", "source")
         elif tag in ("del", "ins") and self.pre:
@@ -74,10 +82,16 @@ class Page(HTMLParser):
             self.line = None
         elif tag == "section":
             self.hunk = None
+        elif tag == "p":
+            self.paragraph = None
+        elif tag == "details":
+            self.why = None
 
     def handle_data(self, data):
         if self.pre in self.text:
             self.text[self.pre] += data
+        if self.why:
+            self.hunks[self.hunk]["whys"][-1] += data
         if self.line:
             self.hunks[self.hunk][self.line][-1] += data
 
@@ -91,11 +105,11 @@ TWO_FRAMES = """() => new Promise((done) =>
     requestAnimationFrame(() => requestAnimationFrame(done)))"""
 
 
-def check_barriers(tab):
+def check_barriers(tab, seen=((WIDE, "light"), (PHONE, "dark"))):
     """By axe-core, unfolded. The colours are the same on a desktop and on a phone."""
     tab.evaluate("for (const x of document.querySelectorAll('details')) x.open = true")
     tab.add_script_tag(path=axe.AXE_FILE_PATH)
-    for viewport, scheme in ((WIDE, "light"), (PHONE, "dark")):
+    for viewport, scheme in seen:
         tab.set_viewport_size(viewport)
         tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         tab.evaluate(TWO_FRAMES)

@@ -22,6 +22,8 @@ from tests.site_pages import (
     content,
     url_of,
 )
+from website.explain import compare
+from website.side_by_side import changed_places, likeness, similar_lines
 
 pytestmark = pytest.mark.waits  # for a browser
 
@@ -51,12 +53,58 @@ def test_every_hunk_leads_to_an_explanation(pages, old, new):
     explained = explanations(CHAPTERS)
     chapters = [urljoin("side_by_side/", f"../{x}.html") for x, *_ in places(explained)]
     for number, hunk in pages[url_of(old, new)].hunks.items():
-        links = [urljoin("side_by_side/", x) for x in hunk["links"]]
+        links = [urljoin("side_by_side/", x) for x in hunk["chapters"]]
         assert {urlsplit(x).path for x in links} <= set(chapters)
-        assert links or (old, new) not in RUNG_PAIRS, f"change {number}"
+        assert links or hunk["see"] or (old, new) not in RUNG_PAIRS, f"change {number}"
         if number in explained.get((old, new), {}):
             page, _, anchor = explained[old, new][number]
             assert links == [f"{page}.html#{anchor}"]
+            assert not hunk["see"]
+
+
+def letters(text):
+    return "".join(x for x in text if x.isalnum())
+
+
+def paragraphs(page, block):
+    """The paragraphs of a section that are not generated, as a reader sees them."""
+    text = re.sub(
+        r"^(<!--.*|#+ .*|With \S+ changed: .*)$", "", page.section(block), flags=re.M
+    )
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return [letters(x) for x in text.split("\n\n") if letters(x)]
+
+
+def test_every_change_is_explained_in_place_word_for_word(pages):
+    """All that a chapter says under a heading stands at each of its hunks."""
+    seen = set()
+    for page in CHAPTERS:
+        for block in page.blocks:
+            for hunk in block.hunks:
+                (why,) = pages[url_of(block.old, block.new)].hunks[hunk.number]["whys"]
+                for paragraph in paragraphs(page, block):
+                    assert paragraph in letters(why), (page.name, block.heading)
+                assert f"change{hunk.number}of" not in letters(why)  # the diff itself
+                seen.add((block.old, block.new, hunk.number))
+    assert {(*edge, x.number) for edge in EDGES for x in hunks(*edge)} <= seen
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_a_text_is_at_one_change_and_others_lead_there(pages, old, new):
+    """So that pages of two scripts that are far apart stay light."""
+    changes = pages[url_of(old, new)].hunks
+    for hunk in changes.values():
+        for link in hunk["see"]:
+            assert changes[int(link.removeprefix("#hunk-"))]["chapters"], link
+    links = [x for hunk in changes.values() for x in hunk["chapters"]]
+    if (old, new) not in explanations(CHAPTERS):
+        assert len(links) == len(set(links))
+
+
+def test_no_id_stands_twice(pages):
+    for name, page in pages.items():
+        twice = {x for x in page.ids if page.id_list.count(x) > 1}
+        assert not twice, name
 
 
 def places(explained):
@@ -88,16 +136,115 @@ def test_linked_files_are_shown_to_the_byte(pages):
         assert pages[name].text["source"].encode() == content(file)
 
 
-def test_the_choice_shows_any_two_rungs(visit):
+# Pairs of lines, and their words
+
+
+def test_a_line_is_paired_by_its_names_and_not_by_its_characters():
+    """By characters, `import math` would be what `import signal` was changed into."""
+    removed = ["x = f(a)", "device = utils.get_device(args.device)"]
+    added = ["data = utils.get_data(args.data_dir)", "setup()"]
+    added.append("device = utils.get_device(args.device, local_rank)")
+    assert similar_lines(removed, added) == [(1, 2)]
+    call = ["    check_run(args, train_set, eval_set)", "    device = get_device()"]
+    split = ["    check_run(", "        args, train_set, eval_set, world_size=n"]
+    split += ["    )", "    device = get_device(rank)"]
+    assert similar_lines(call, split) == [(0, 1), (1, 3)]
+    assert similar_lines(["import signal", "import sys"], ["import math"]) == []
+    assert similar_lines(["one"], ["other"]) == [(0, 0)]  # there is nothing else
+
+
+def test_the_pairs_are_those_with_the_most_in_common():
+    """The likest pair first would leave the other two lines without one."""
+    removed, added = ["a b c d e f", "a b c d x y"], ["a b c d x z", "a b c d e f"]
+    assert likeness(removed[0], added[1]) == 1
+    assert similar_lines(removed, added) == [(0, 0), (1, 1)]
+
+
+def marked(line, places):
+    return re.findall(
+        "\0(.*?)\1",
+        "".join(
+            ("\0" if i in places and i - 1 not in places else "")
+            + x
+            + ("\1" if i in places and i + 1 not in places else "")
+            for i, x in enumerate(line)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "in_one", "in_other"),
+    [
+        ("seed(e)", "seed(e * size() + rank())", [], [" * size() + rank()"]),
+        ("f(a)", "f(g(a))", [], ["g(", ")"]),
+        ("t = d(m=5)", "init(b, t=d(m=5))", [" ", " "], ["init(b, ", ")"]),
+        ("self.model(x)", "self.ddp_model(x)", ["model"], ["ddp_model"]),
+        ("lr=0.001", "lr=0.01", ["0.001"], ["0.01"]),
+        ("x / n, n", "x / (n or 1), n", [], ["(", " or 1)"]),
+    ],
+)
+def test_whole_words_are_marked(one, other, in_one, in_other):
+    places = changed_places(one, other)
+    assert marked(one, places[0]) == in_one
+    assert marked(other, places[1]) == in_other
+
+
+def halves(line):
+    """[(place of a bracket, place of its other half)]; brackets in strings are none."""
+    opened, found = [], []
+    for place, x in enumerate(line):
+        if x in "([{":
+            opened.append(place)
+        elif x in ")]}" and opened:
+            found.append((opened.pop(), place))
+    return found
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_a_bracket_is_marked_with_its_other_half(old, new):
+    for hunk in hunks(old, new):
+        for a, b in similar_lines(hunk.removed, hunk.added):
+            lines = hunk.removed[a], hunk.added[b]
+            for line, places in zip(lines, changed_places(*lines), strict=True):
+                for first, last in halves(line):
+                    assert (first in places) == (last in places), line
+
+
+# Outputs
+
+
+def test_only_what_differs_is_marked_in_an_output():
+    right = ["$ run", "epoch 1/3 | loss 1.000001 | 123 samples/s", "saved to a.pt"]
+    wrong = ["$ run", "epoch 1/3 | loss 1.000002 | 456 samples/s", "saved to a.pt"]
+    assert compare(right, wrong) == ({}, {})
+    wrong[1] = "epoch 1/3 | loss 1.25 | 456 samples/s"
+    found = compare(right, wrong)
+    assert [marked(right[1], found[0][1]), [*found[0]]] == [["1.000001"], [1]]
+    assert [marked(wrong[1], found[1][1]), [*found[1]]] == [["1.25"], [1]]
+    wrong[2] = "kept in a.pt"
+    found = compare(right, wrong)
+    assert marked(wrong[2], found[1][2]) == ["kept in"]
+    found = compare(right, wrong[:2])
+    assert marked(right[2], found[0][2]) == ["saved to a.pt"]
+
+
+# In a browser
+
+
+def choose(tab, side, rung):
+    tab.locator(f"select[name={side}]").select_option(label=rung)
+
+
+def test_the_choice_shows_any_two_rungs(visit, address):
+    """Without a button: the page follows the choice."""
     tab = visit(PAIR)
     for old, new in RUNG_PAIRS:
-        for name, rung in (("old", old), ("new", new)):
-            tab.locator(f"select[name={name}]").select_option(label=rung)
-        with tab.expect_navigation():
-            tab.get_by_role("button", name="Show").press("Enter")
-        assert tab.url.endswith("/" + url_of(old, new))
+        other = next(x for x in RUNGS if x not in (old, new))
+        tab.goto(address + url_of(old, other))
+        choose(tab, "new", new)
+        tab.wait_for_url("**/" + url_of(old, new))
         for side, rung in (("old", old), ("new", new)):
-            texts = tab.locator(f".sbs pre.{side}").all_text_contents()
+            texts = tab.locator(f".sbs pre.{side} > *").all_text_contents()
             assert "".join(texts).encode() == content(rung)
     tab.get_by_role("link", name="Swap the sides").click()
     tab.wait_for_url("**/" + url_of(new, old))
@@ -115,24 +262,23 @@ def test_a_copy_that_fails_is_not_called_done(visit):
 
 def test_the_same_file_twice_is_answered(visit):
     tab = visit(PAIR)
-    tab.locator("select[name=new]").select_option(label=OLD)
-    tab.get_by_role("button", name="Show").click()
-    assert tab.locator(".picker [role=status]").inner_text()
+    choose(tab, "new", OLD)
+    tab.get_by_text("Choose two different scripts.").wait_for()
     assert tab.url.endswith(PAIR)
 
 
 def test_folds_open_by_key_and_all_at_once(visit):
     tab = visit(PAIR)
-    folds = tab.locator("details")
+    folds = tab.locator("details.fold")
     assert folds.count() > 1
-    assert tab.locator("details[open]").count() == 0
+    assert tab.locator("details.fold[open]").count() == 0
     folds.first.locator("summary").focus()
     tab.keyboard.press("Enter")
     assert folds.first.locator(".new").is_visible()
     tab.get_by_role("button", name="Unfold all").press("Enter")
-    assert tab.locator("details[open]").count() == folds.count()
+    assert tab.locator("details.fold[open]").count() == folds.count()
     tab.get_by_role("button", name="Fold all").press("Enter")
-    assert tab.locator("details[open]").count() == 0
+    assert tab.locator("details.fold[open]").count() == 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +338,7 @@ def test_a_phone_shows_each_line_once(visit):
     lines = [x.rstrip("\n") for x in tab.evaluate(VISIBLE_LINES)]
     assert lines == one_below_the_other(OLD, NEW)
     both = tab.locator(".hunk").first
-    old, new = [both.locator(x).bounding_box() for x in (".old", ".new")]
+    old, new = [both.locator(f"> .lines {x}").bounding_box() for x in (".old", ".new")]
     assert old["x"] == new["x"]
     assert old["y"] + old["height"] <= new["y"]
     signs = "x => getComputedStyle(x, '::after').content"
@@ -200,12 +346,13 @@ def test_a_phone_shows_each_line_once(visit):
     assert tab.locator("ins").first.evaluate(signs) == '"+"'
 
 
-@pytest.mark.parametrize("width", [1280, 1440])
-def test_a_desktop_shows_88_columns_twice(visit, width):
+@pytest.mark.parametrize(("width", "columns"), [(1280, 80), (1440, 88)])
+def test_a_desktop_shows_two_files_of_88_columns(visit, width, columns):
+    """On a small one, few lines are longer than what it shows, and they wrap."""
     tab = visit(PAIR, viewport={"width": width, "height": 900})
-    lines = tab.locator(".hunk .new [data-n]")
+    lines = tab.locator(".hunk > .lines .new [data-n]")
     one_line = lines.first.bounding_box()["height"]
-    lines.first.evaluate("x => { x.textContent = 'x'.repeat(88) }")
+    lines.first.evaluate("(x, count) => { x.textContent = 'x'.repeat(count) }", columns)
     assert lines.first.bounding_box()["height"] == one_line
     lines.first.evaluate("x => { x.textContent = 'x'.repeat(110) }")
     assert lines.first.bounding_box()["height"] > one_line
@@ -238,7 +385,7 @@ def test_a_page_weighs_little(browser, address):
 
 def test_print_shows_all_lines_and_no_controls(visit):
     tab = visit(PAIR, color_scheme="dark")
-    folds = tab.locator("details")
+    folds = tab.locator("details.fold")
     tab.emulate_media(media="print")
     assert folds.first.locator(".new").bounding_box()["height"] > 0
     assert len(tab.evaluate(VISIBLE_LINES)) > len(read_lines(OLD))
@@ -248,9 +395,9 @@ def test_print_shows_all_lines_and_no_controls(visit):
     assert tab.locator(".names").evaluate(ink) == "rgb(0, 0, 0)"
     assert not tab.locator(".skip-to-content").is_visible()
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert tab.locator("details[open]").count() == folds.count()
+    assert tab.locator("details.fold[open]").count() == folds.count()
     tab.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert tab.locator("details[open]").count() == 0
+    assert tab.locator("details.fold[open]").count() == 0
 
 
 def test_without_javascript_all_can_be_read(visit):
@@ -263,6 +410,10 @@ def test_without_javascript_all_can_be_read(visit):
     assert not tab.get_by_role("button").first.is_visible()
     assert not tab.locator(".picker").is_visible()
     assert tab.locator("ins").first.is_visible()
-    tab.locator("summary").first.click()
-    assert tab.locator("details").first.locator(".new").is_visible()
-    assert tab.locator("details .old").first.is_visible()
+    tab.locator(".fold summary").first.click()
+    assert tab.locator(".fold").first.locator(".new").is_visible()
+    assert tab.locator(".fold .old").first.is_visible()
+    why = tab.locator(".why").first
+    assert not why.get_by_text("Why.").is_visible()
+    why.locator("summary").click()
+    assert why.get_by_text("Why.").is_visible()

@@ -18,6 +18,7 @@ from ladder import pages
 from ladder.diffs import changed_lines, hunks
 from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
 from website import search
+from website.explain import Explainer, once
 from website.home import home, readme
 from website.side_by_side import (
     explain,
@@ -25,6 +26,7 @@ from website.side_by_side import (
     parts,
     plain_lines,
     slug,
+    strip,
 )
 
 
@@ -153,14 +155,21 @@ def make_pages(app):
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
     table = {"title": "Side by side", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
+    explainer = Explainer(app)
     for old, new in pairs:
+        places = explain(old, new, explained)
+        whys = {n: [explainer.why(*x) for x in some] for n, some in places.items()}
+        if (old, new) not in explained:
+            whys = once(hunks(old, new), whys)
         context = common | {
             "title": f"{old} and {new} side by side",
             "old": old,
             "new": new,
             "size": sizes[old, new],
             "count": len(hunks(old, new)),
-            "parts": parts(old, new, explain(old, new, explained)),
+            "parts": parts(old, new, whys),
+            "strip": strip(old, new),
+            "explained": any(whys.values()),
         }
         yield page_of(old, new), context, "side_by_side.html"
     linked = {name for data in metadata for name in data.get("files", [])}
