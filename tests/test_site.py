@@ -616,3 +616,29 @@ def test_print_is_for_a4_and_keeps_blocks_together(visit, site):
     data = tab.pdf(prefer_css_page_size=True)
     (width, height), *_ = re.findall(rb"/MediaBox ?\[0 0 ([\d.]+) ([\d.]+)\]", data)
     assert (round(float(width)), round(float(height))) == (595, 842)  # A4 in points
+
+
+BROKEN_WORDS = """() => {
+    const broken = [], range = document.createRange();
+    for (const pre of document.querySelectorAll(".highlight-diff pre")) {
+        const walker = document.createTreeWalker(pre, NodeFilter.SHOW_TEXT);
+        for (let text; (text = walker.nextNode()); )
+            for (const word of text.data.matchAll(/\\w+/g)) {
+                range.setStart(text, word.index);
+                range.setEnd(text, word.index + word[0].length);
+                const tops = [...range.getClientRects()].map((x) => x.top);
+                if (new Set(tops).size > 1) broken.push(word[0]);
+            }
+    }
+    return broken;
+}"""
+
+
+@pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])
+def test_a_phone_wraps_diffs_but_not_inside_words(visit, url):
+    tab = visit(url, viewport=PHONE)
+    lines = tab.locator(".highlight-diff pre").evaluate_all(
+        "all => all.filter((x) => x.scrollWidth > x.clientWidth).length"
+    )
+    assert lines == 0
+    assert tab.evaluate(BROKEN_WORDS) == []

@@ -145,8 +145,11 @@ def make_pages(app):
         "page_of": page_of,
         "source": source_page,
     }
-    highlight = app.builder.highlighter.highlight_block
-    start = home(explained, highlight, app.config.repository_url)
+    start = home(
+        explained,
+        lambda *code: break_long_code(app.builder.highlighter.highlight_block(*code)),
+        app.config.repository_url,
+    )
     yield "index", common | start, "home.html"
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     metadata = app.env.metadata.values()
@@ -184,6 +187,15 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
+def break_long_code(text):
+    """On a phone, diffs wrap: before an attribute or an argument, not inside a word."""
+    return re.sub(
+        r"(<[^>]*>)|([.(\[=_/])(?=\w)",
+        lambda found: found[1] or f"{found[2]}<wbr>",
+        text,
+    )
+
+
 def previews(app, pagename, context, doctree):
     """What a link to the page shows where it is shared, and under it in a search."""
     texts = doctree.findall(nodes.paragraph) if doctree else ()
@@ -213,6 +225,12 @@ def previews(app, pagename, context, doctree):
 
 
 def add_assets(app, pagename, templatename, context, doctree):
+    if "body" in context:
+        context["body"] = re.sub(
+            '(?s)<div class="highlight-diff.*?</pre>',
+            lambda found: break_long_code(found[0]),
+            context["body"],
+        )
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
     context["metatags"] = context.get("metatags", "") + previews(
