@@ -258,7 +258,7 @@ def right_output(page, block):
     others = [
         other
         for other in page.blocks
-        if (other.kind, other.text, other.show) == ("run", block.text, block.show)
+        if (other.kind, other.text) == ("run", block.text)
         and set(other.faults) < set(block.faults)
     ]
     return max(others, key=lambda other: len(other.faults), default=None)

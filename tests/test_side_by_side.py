@@ -1,16 +1,19 @@
 """The pages of two scripts side by side, and those that show one file."""
 
 import itertools
+import posixpath
 import re
+import subprocess
 from urllib.parse import urljoin, urlsplit
 
 import pytest
 
 from ladder.diffs import changed_lines, hunks
+from ladder.files import copy_tree
 from ladder.pages import explanations
 from ladder.rungs import EDGES, RUNGS, read_lines
 from tests.contrast import contrast_ratio
-from tests.site_fixtures import PHONE, WIDE
+from tests.site_fixtures import PHONE, SPHINX, WIDE
 from tests.site_pages import (
     BUDGET,
     CHAPTERS,
@@ -19,6 +22,8 @@ from tests.site_pages import (
     PAIR,
     PAIRS,
     RUNG_PAIRS,
+    Page,
+    check_barriers,
     content,
     url_of,
 )
@@ -228,6 +233,88 @@ def test_only_what_differs_is_marked_in_an_output():
     assert marked(right[2], found[0][2]) == ["saved to a.pt"]
 
 
+def silent(page, block):
+    """The blocks of a section that run its script with a fault."""
+    return [x for x in page.blocks if x.faults and x.anchor == block.anchor]
+
+
+def test_every_output_without_a_line_is_at_its_change(pages, site):
+    """As a switch where the same page has the right output for the same command."""
+    seen = 0
+    for page in CHAPTERS:
+        right = {x.text for x in page.blocks if x.kind == "run" and not x.faults}
+        for block in page.blocks:
+            for hunk in block.hunks:
+                html = (site / url_of(block.old, block.new)).read_text()
+                html = html.split(f'id="hunk-{hunk.number}"')[1].split("<section")[0]
+                runs = silent(page, block)
+                assert html.count('class="wrong"') == len(runs)
+                flips = [x for x in runs if x.text in right]
+                assert html.count('class="flip"') == len(flips)
+                seen += len(runs)
+    assert seen
+
+
+@pytest.fixture(scope="module")
+def flip(tmp_path_factory):
+    """(address, number of a change, two numbers): a page with a switch.
+
+    Of a copy in which a chapter has the right output for a command that it shows with
+    a fault: it is the wrong one with another last number.
+    """
+    page, block, run = next(
+        (page, block, run)
+        for page in CHAPTERS
+        for block in page.blocks
+        if block.hunks and (block.old, block.new) == (OLD, NEW)
+        for run in silent(page, block)
+    )
+    fence = page.lines[run.line : run.end]
+    fence = fence[fence.index("```console") :]
+    number = re.findall(r"\d+\.\d+", "\n".join(fence))[-1]
+    text = "99.5".join("\n".join(fence).rsplit(number, 1))
+    folder = tmp_path_factory.mktemp("flip")
+    copy_tree(folder)
+    with (folder / page.name).open("a") as file:
+        file.write(f"\n<!-- run {run.text} -->\n{text}\n<!-- end -->\n")
+    command = [*SPHINX, "-d", folder / "doctrees", "docs", folder / "html"]
+    subprocess.run(command, cwd=folder, check=True)
+    address = f"{(folder / 'html' / PAIR).as_uri()}#hunk-{block.hunks[0].number}"
+    return address, block.hunks[0].number, number
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
+def test_the_output_flips_beside_the_line(browser, flip, script):
+    address, number, wrong = flip
+    tab = browser.new_page(viewport=WIDE, java_script_enabled=script)
+    tab.goto(address)
+    change = tab.locator(f"#hunk-{number}")
+    line = change.locator("ins .out")
+    struck = "x => getComputedStyle(x).textDecorationLine"
+    assert line.first.evaluate(struck) == "none"
+    change.locator(".why summary").click()
+    switch = change.get_by_role("group", name="What it prints")
+    assert switch.locator(".right mark").all_text_contents() == ["99.5"]
+    assert switch.locator(".wrong mark").all_text_contents() == [wrong]
+    without = switch.get_by_role("radio", name="without it")
+    assert without.is_checked()
+    assert switch.locator(".wrong").is_visible()
+    assert not switch.locator(".right").is_visible()
+    assert line.first.evaluate(struck) == "line-through"
+    before = switch.bounding_box()
+    places = [switch.locator(f".{x} mark") for x in ("right", "wrong")]
+    assert places[0].bounding_box()["y"] == places[1].bounding_box()["y"]
+    without.press("ArrowLeft")
+    assert switch.get_by_role("radio", name="with it", exact=True).is_checked()
+    assert switch.locator(".right").is_visible()
+    assert not switch.locator(".wrong").is_visible()
+    assert line.first.evaluate(struck) == "none"
+    assert switch.bounding_box() == before  # nothing moves
+    if script:
+        check_barriers(tab)
+    tab.close()
+
+
 # In a browser
 
 
@@ -389,7 +476,7 @@ def test_print_shows_all_lines_and_no_controls(visit):
     tab.emulate_media(media="print")
     assert folds.first.locator(".new").bounding_box()["height"] > 0
     assert len(tab.evaluate(VISIBLE_LINES)) > len(read_lines(OLD))
-    for part in (".sidebar-drawer", ".picker", ".tools", ".steps >> nth=0"):
+    for part in (".sidebar-drawer", ".tools", ".names a >> nth=0", ".steps >> nth=0"):
         assert not tab.locator(part).is_visible()
     ink = "x => getComputedStyle(x).color"
     assert tab.locator(".names").evaluate(ink) == "rgb(0, 0, 0)"
@@ -408,7 +495,7 @@ def test_without_javascript_all_can_be_read(visit):
     tab.get_by_role("link", name=f"changed lines from {OLD} to {NEW}").click()
     tab.wait_for_url("**/" + PAIR)
     assert not tab.get_by_role("button").first.is_visible()
-    assert not tab.locator(".picker").is_visible()
+    assert not tab.locator("select").first.is_visible()
     assert tab.locator("ins").first.is_visible()
     tab.locator(".fold summary").first.click()
     assert tab.locator(".fold").first.locator(".new").is_visible()
@@ -417,3 +504,287 @@ def test_without_javascript_all_can_be_read(visit):
     assert not why.get_by_text("Why.").is_visible()
     why.locator("summary").click()
     assert why.get_by_text("Why.").is_visible()
+
+
+LARGE = {"width": 1920, "height": 1080}
+LANDED = "x => Math.round(x.getBoundingClientRect().top)"
+
+
+def test_a_line_stands_beside_what_it_was_changed_into(visit, address):
+    """Also where it is too long for its column. Beside a line without one is a gap."""
+    tab = visit(PAIR)
+    for pair in EDGES:
+        tab.goto(address + url_of(*pair))
+        for hunk in hunks(*pair):
+            rows = similar_lines(hunk.removed, hunk.added)
+            for a, b in rows:
+                ids = f"#old-L{hunk.old_start + a}", f"#L{hunk.new_start + b}"
+                boxes = [tab.locator(x).bounding_box() for x in ids]
+                assert boxes[0]["y"] == boxes[1]["y"], (pair, ids)
+                assert boxes[0]["height"] == boxes[1]["height"], (pair, ids)
+            change = tab.locator(f"#hunk-{hunk.number} > .lines")
+            gaps = change.locator("i").evaluate_all(
+                "all => all.map(x => [x.parentElement.className,"
+                " +x.style.getPropertyValue('--n')])"
+            )
+            for side, other in (("old", hunk.added), ("new", hunk.removed)):
+                count = sum(n for name, n in gaps if name == side)
+                assert count == len(other) - len(rows)
+            heights = [change.locator(x).bounding_box() for x in (".old", ".new")]
+            assert heights[0]["height"] == heights[1]["height"]
+    gap = tab.locator(".hunk > .lines i").first
+    ground = gap.evaluate("x => getComputedStyle(x).backgroundImage")
+    assert "gradient" in ground  # hatched
+
+
+def test_a_wide_screen_says_beside_the_code_what_each_change_does(visit):
+    tab = visit(PAIR, viewport=LARGE)
+    for hunk in hunks(OLD, NEW):
+        change = tab.locator(f"#hunk-{hunk.number}")
+        code = change.locator("> .lines").bounding_box()
+        why = change.locator(".why")
+        assert why.locator("summary").bounding_box()["x"] >= code["x"] + code["width"]
+        assert why.get_by_text("What.").is_visible()
+        assert not why.get_by_text("Why.", exact=True).is_visible()
+    change.locator(".why summary").click()
+    assert why.get_by_text("Why.", exact=True).is_visible()
+    check_barriers(tab, [(LARGE, "light")])
+
+
+def test_copy_takes_the_lines_of_a_change(visit):
+    tab = visit(PAIR)
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for hunk in hunks(OLD, NEW):
+        change = tab.locator(f"#hunk-{hunk.number}")
+        change.get_by_role("button", name="Copy the added lines").click()
+        change.get_by_text("Copied.").wait_for()
+        copied = tab.evaluate("navigator.clipboard.readText()")
+        assert copied == "".join(f"{x}\n" for x in hunk.added)
+
+
+@pytest.mark.parametrize(("side", "name"), [("old", OLD), ("new", NEW)])
+def test_a_selection_stays_in_its_column(visit, side, name):
+    """From the change before the last to the last, over a bar and folded lines."""
+    tab = visit(f"{PAIR}#hunk-8")
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    first, last = (
+        tab.locator(f"#hunk-{x} > .lines .{side} > [data-n]").last.bounding_box()
+        for x in (8, 9)
+    )
+    tab.mouse.move(first["x"] + 60, first["y"] + 3)
+    tab.mouse.down()
+    tab.mouse.move(last["x"] + last["width"] - 5, last["y"] + last["height"] - 3)
+    tab.mouse.up()
+    tab.keyboard.press("Control+c")
+    copied = tab.evaluate("navigator.clipboard.readText()").splitlines()
+    lines = [x.strip() for x in read_lines(name)]
+    assert len(copied) > 6
+    assert not [x for x in copied[1:] if x.strip() not in lines]
+    other = [x.removed if side == "new" else x.added for x in hunks(OLD, NEW)[7:9]]
+    assert not set(copied) & {x for some in other for x in some}
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("line", ["L55", "old-L50"])
+def test_a_line_has_an_address_also_in_a_fold(visit, line, viewport):
+    tab = visit(f"{PAIR}#{line}", viewport=viewport)
+    if viewport == PHONE and line.startswith("old"):
+        line = "L63"  # which is the same: of both, a phone shows this one
+        assert read_lines(OLD)[49] == read_lines(NEW)[62]
+    target = tab.locator(f"#{line}")
+    assert target.is_visible()
+    top = target.evaluate(LANDED)
+    names = tab.locator(".names").bounding_box()
+    assert names["y"] + names["height"] <= top < viewport["height"] / 2
+    if line == "L55":
+        ground = "x => getComputedStyle(x).backgroundColor"
+        next_line = tab.locator("#L56")
+        assert target.evaluate(ground) != next_line.evaluate(ground)
+
+
+def test_a_line_of_a_file_has_an_address(visit):
+    tab = visit(f"source/{NEW}.html#L41")
+    line, other = tab.locator("#L41"), tab.locator("#L42")
+    assert line.text_content() == read_lines(NEW)[40] + "\n"
+    assert 0 <= line.evaluate(LANDED) < WIDE["height"]
+    ground = "x => getComputedStyle(x).backgroundColor"
+    assert line.evaluate(ground) != other.evaluate(ground)
+    other.click(position={"x": 10, "y": 5})
+    assert tab.url.endswith("#L42")
+
+
+def test_the_choice_keeps_the_place(visit):
+    """That of the side that stays."""
+    other = next(x for x in RUNGS if x not in (OLD, NEW))
+    tab = visit(f"{PAIR}#hunk-13")
+    first = """side => {
+        const edge = document.querySelector(".names").getBoundingClientRect().bottom;
+        const below = (x) => x.getBoundingClientRect().bottom > edge;
+        const lines = [...document.querySelectorAll(`.${side} > [data-n]`)];
+        return lines.find((x) => x.checkVisibility() && below(x)).id }"""
+    line = tab.evaluate(first, "old")
+    choose(tab, "new", other)
+    tab.wait_for_url(f"**/{url_of(OLD, other)}#{line}")
+    assert tab.evaluate("scrollY") > 300
+    assert 0 < tab.locator(f"#{line}").evaluate(LANDED) < 150
+    line = f"old-{tab.evaluate(first, 'new')}"
+    tab.get_by_role("link", name="Swap the sides").click()
+    tab.wait_for_url(f"**/{url_of(other, OLD)}#{line}")
+    assert 0 < tab.locator(f"#{line}").evaluate(LANDED) < 150
+    tab.goto(urljoin(tab.url, f"../{PAIR}"))
+    choose(tab, "old", other)  # from the top, one gets to the top
+    tab.wait_for_url("**/" + url_of(other, NEW))
+
+
+def test_keys_lead_to_the_next_and_the_previous_change(visit):
+    tab = visit(PAIR)
+    assert tab.get_by_text("next change").is_visible()
+    seen = []
+    for key in ["n"] * (len(hunks(OLD, NEW)) + 1) + ["p"] * 4:
+        tab.keyboard.press(key)
+        seen.append(int(tab.url.rpartition("#hunk-")[2]))
+    last = len(hunks(OLD, NEW))
+    assert seen == [*range(1, last + 1), last, *range(last - 1, last - 5, -1)]
+    assert tab.locator(f"#hunk-{last - 4} h2").is_visible()
+    tab.locator("select[name=old]").focus()
+    tab.keyboard.press("p")
+    tab.locator("h1").click()
+    tab.keyboard.press("Control+p")
+    tab.locator("[data-keys]").uncheck()
+    tab.keyboard.press("p")
+    assert tab.url.endswith(f"#hunk-{last - 4}")
+    tab.reload()
+    assert not tab.locator("[data-keys]").is_checked()
+
+
+def test_the_strip_shows_and_leads_to_the_changes(visit):
+    tab = visit(PAIR)
+    marks = tab.locator(".strip a")
+    assert marks.count() == len(hunks(OLD, NEW))
+    boxes = [x.bounding_box() for x in marks.all()]
+    tops = [x["y"] for x in boxes]
+    assert tops == sorted(set(tops))
+    assert tops[0] >= 0
+    assert boxes[-1]["y"] + boxes[-1]["height"] <= WIDE["height"]
+    shares = [(x.new_start, y) for x, y in zip(hunks(OLD, NEW), tops, strict=True)]
+    half = [y for line, y in shares if line > len(read_lines(NEW)) / 2]
+    assert all(y > WIDE["height"] * 0.4 for y in half)
+    marks.nth(12).click()
+    assert tab.url.endswith("#hunk-13")
+    tab.wait_for_selector(".strip a.here[href='#hunk-13']")
+    tab.set_viewport_size(PHONE)
+    assert not marks.first.is_visible()
+
+
+def test_a_fold_says_which_functions_are_in_it(visit):
+    tab = visit(PAIR)
+    texts = tab.locator(".fold summary").all_text_contents()
+    assert any(
+        re.search(r"^\s*\d+ unchanged lines · .*Trainer\.train\b", x) for x in texts
+    )
+    assert not [x for x in texts if "·" not in x]
+
+
+@pytest.mark.parametrize("width", [390, 1000, 1200, 1280, 1700, 1920])
+def test_code_is_large_enough_everywhere(visit, width):
+    tab = visit(PAIR, viewport={"width": width, "height": 900})
+    tab.get_by_role("button", name="Explain all").click()
+    sizes = "all => all.map(x => parseFloat(getComputedStyle(x).fontSize))"
+    found = tab.locator(".sbs pre, .sbs pre *, .sbs code").evaluate_all(sizes)
+    assert min(found) >= 12
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1199, 1), (1200, 2), (1920, 2)])
+def test_a_narrow_screen_has_one_column(visit, width, columns):
+    tab = visit(PAIR, viewport={"width": width, "height": 900})
+    change = tab.locator("#hunk-8 > .lines")
+    old, new = [change.locator(x).bounding_box() for x in (".old", ".new")]
+    assert (old["y"] == new["y"]) == (columns == 2)
+    assert (old["x"] == new["x"]) == (columns == 1)
+
+
+def test_a_bar_on_a_phone_has_one_line(visit):
+    tab = visit(PAIR, viewport=PHONE)
+    for hunk in hunks(OLD, NEW):
+        change = tab.locator(f"#hunk-{hunk.number}")
+        boxes = [change.locator(x).first.bounding_box() for x in ("h2", ".steps")]
+        assert boxes[0]["height"] < 32
+        assert boxes[1]["height"] < 32
+        assert abs(boxes[0]["y"] - boxes[1]["y"]) < 4
+        assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+
+
+WRAPPED = """() => [...document.querySelectorAll(".new > [data-n]")]
+    .filter((x) => x.checkVisibility()).flatMap((line) => {
+        const range = document.createRange();
+        const walk = document.createTreeWalker(line, NodeFilter.SHOW_TEXT);
+        const found = [];
+        for (let node; (node = walk.nextNode()); )
+            for (const word of node.data.matchAll(/\\w+|\\S/g)) {
+                range.setStart(node, word.index);
+                range.setEnd(node, word.index + word[0].length);
+                const rects = [...range.getClientRects()];
+                found.push([word[0], rects.length, rects[0].left, rects[0].top]);
+            }
+        return [found];
+    })"""
+
+
+def test_a_long_line_on_a_phone_goes_on_below_its_own_beginning(visit):
+    """It goes on further to the right, and no name is broken."""
+    tab = visit(PAIR, viewport=PHONE)
+    tab.get_by_role("button", name="Unfold all").click()
+    wrapped = 0
+    for words in tab.evaluate(WRAPPED):
+        assert not [word for word, parts, *_ in words if parts > 1]
+        rows = {}
+        for _, _, left, top in words:
+            rows.setdefault(round(top), left)
+        rows = [left for _, left in sorted(rows.items())]
+        assert all(left > rows[0] + 5 for left in rows[1:]), words
+        wrapped += len(rows) > 1
+    assert wrapped > 20
+
+
+def test_print_is_landscape_and_explained(visit):
+    tab = visit(PAIR)
+    tab.emulate_media(media="print")
+    for why in tab.locator(".why .reason").all():
+        assert why.bounding_box()["height"] > 0
+    kept = "x => getComputedStyle(x).breakInside"
+    assert tab.locator(".fold").first.evaluate(kept) == "avoid"
+    change = tab.locator("#hunk-8 > .lines")
+    old, new = [change.locator(x).bounding_box() for x in (".old", ".new")]
+    assert old["y"] == new["y"]
+    paper = re.search(
+        rb"/MediaBox *\[0 0 ([\d.]+) ([\d.]+)", tab.pdf(prefer_css_page_size=True)
+    )
+    assert [round(float(x)) for x in paper.groups()] == [842, 595]
+
+
+def test_a_link_lands_at_once_and_back_keeps_the_place(visit):
+    """Where the theme would scroll for a second, and Back would find another place."""
+    tab = visit(f"{PAIR}#hunk-8")
+    place = tab.evaluate("scrollY")
+    assert place > 0
+    jump = "document.querySelector('.strip a:nth-child(16)').click()"
+    there = tab.evaluate(f"() => {{ {jump}; return scrollY }}")
+    assert there > place
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("scrollY") == there
+    tab.locator("#hunk-16 .why summary").click()
+    tab.locator("#hunk-16 .chapter a").click()
+    tab.wait_for_url("**/2_multigpu.html*")
+    tab.go_back()
+    tab.wait_for_url("**/*#hunk-16")
+    tab.wait_for_function("y => Math.abs(scrollY - y) < 50", arg=there)
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_every_pair_weighs_little(site, old, new):
+    """The page with all it loads, by their sizes on the disk."""
+    url = url_of(old, new)
+    loads = [urlsplit(x).path for x in Page(site / url).loads]
+    files = {url, *(posixpath.normpath(f"side_by_side/{x}") for x in loads)}
+    assert len(files) > 3
+    assert sum((site / x).stat().st_size for x in files) < BUDGET

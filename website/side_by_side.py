@@ -58,8 +58,8 @@ LONG = 40  # columns of code that a phone shows in one line
 
 def line_html(tag, id, number, tokens, marked=()):
     """A line in an element; `marked` are the places of its changed characters."""
-    text = "".join(text for _, text in tokens)
-    is_long, out, place = len(text) > LONG, [], 0
+    line = "".join(text for _, text in tokens)
+    is_long, out, place = len(line) > LONG, [], 0
     for css, text in tokens:
         places = enumerate(text, place)
         for is_marked, group in itertools.groupby(
@@ -70,11 +70,11 @@ def line_html(tag, id, number, tokens, marked=()):
             if kind == "mark" or css not in ("", "w", "n", "p"):
                 piece = f'<{kind} class="{css}">{piece}</{kind}>'
             out.append(piece)
-        if is_long and text in (".", "("):  # a phone breaks here, not in a name
-            out.append("<wbr>")
         place += len(text)
-    indent = len(text) - len(text.lstrip())
-    style = f' style="--i:{indent}"' if is_long else ""
+        if is_long and text in (".", "(") and line[place] != ")":
+            out.append("<wbr>")  # a phone breaks the line here, and not in a name
+    indent = len(line) - len(line.lstrip())
+    style = f' style="--i:{indent}"' if is_long and indent else ""
     start = f'<{tag} data-n="{number}" id="{id}{number}"{style}>'
     return f"{start}{''.join(out)}</{tag}>"
 

@@ -42,29 +42,28 @@ for (const button of all("[data-open]")) {
   document.addEventListener("toggle", follow, true);
 }
 
+// What is above this is behind the names of the two scripts.
 const names = document.querySelector(".names");
-const inSight = () => names.getBoundingClientRect().bottom;
-const isIn = (x, edge) => x.getBoundingClientRect().top <= edge;
+const edge = () => names.getBoundingClientRect().bottom;
 
-// What the reader looks at stays in sight when one side is exchanged: the line of the
-// side that stays, if it is not at the top of the page.
+// What the reader looks at stays in sight when one side is exchanged: the first line of
+// the side that stays, if the reader has left the top of the page.
 function place(side) {
-  const edge = inSight();
-  if (isIn(document.querySelector(".highlight"), edge - 1) === false) return "";
+  if (document.querySelector(".sbs .highlight").getBoundingClientRect().top > edge() - 1) return "";
   const line = all(`.${side} > [data-n]`).find(
-    (x) => x.checkVisibility() && x.getBoundingClientRect().bottom > edge);
+    (x) => x.checkVisibility() && x.getBoundingClientRect().bottom > edge());
   return line ? `#${line.id}` : "";
 }
 
-for (const form of all(".picker")) {
-  form.addEventListener("change", ({ target }) => {
-    const [from, to] = [form.elements.old.value, form.elements.new.value];
+if (names) {
+  names.addEventListener("change", ({ target }) => {
+    const [from, to] = [names.elements.old.value, names.elements.new.value];
     const stays = target.name === "old" ? "new" : "old";
     if (from !== to) location.href = `${from}--${to}.html${place(stays)}`;
-    else form.querySelector("[role=status]").textContent = "Choose two different scripts.";
+    else names.querySelector("[role=status]").textContent = "Choose two different scripts.";
   });
   // The choice that is shown is that of the page, also when one comes back to it.
-  addEventListener("pageshow", () => form.reset());
+  addEventListener("pageshow", () => names.reset());
 }
 for (const link of all("[data-swap]")) {
   link.addEventListener("click", () => {
@@ -73,13 +72,14 @@ for (const link of all("[data-swap]")) {
   });
 }
 
-// A line of the left side that stands in the right one as well is not shown there in one
-// column: its counterpart is.
+// In one column, a line that both sides have is shown once, on the right.
 function find() {
-  const line = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
-  if (!line || line.checkVisibility() || !line.closest(".same")) return;
-  const other = line.closest(".lines").querySelector(".new").children;
-  other[[...line.parentElement.children].indexOf(line)].scrollIntoView();
+  const line = document.getElementById(location.hash.slice(1));
+  if (!line?.closest(".same .old") || line.checkVisibility()) return;
+  const fold = line.closest("details");
+  if (fold) fold.open = true;
+  const at = [...line.parentElement.children].indexOf(line);
+  line.parentElement.nextElementSibling.children[at].scrollIntoView();
 }
 find();
 addEventListener("hashchange", find);
@@ -97,24 +97,35 @@ for (const box of all(".highlight")) {
   });
 }
 
-// The keys n and p, and where one is.
+// The change that the reader is at: the one that was gone to, if it is in sight.
 const changes = all(".hunk");
-const here = () => changes.filter((x) => isIn(x, inSight() + 2)).length - 1;
+function here() {
+  const tops = changes.map((x) => x.getBoundingClientRect().top);
+  const target = changes.findIndex((x) => x.matches(":target"));
+  if (tops[target] > 0 && tops[target] < innerHeight) return target;
+  return tops.filter((top) => top < edge()).length - 1;
+}
+
 const keys = document.querySelector("[data-keys]");
 if (keys) {
   keys.checked = localStorage.getItem("keys") !== "off";
   keys.addEventListener("change", () => localStorage.setItem("keys", keys.checked ? "on" : "off"));
 }
+const fields = "select, textarea, [contenteditable], input:not([type=checkbox], [type=radio])";
 addEventListener("keydown", (event) => {
   const step = { n: 1, p: -1 }[event.key];
-  const typing = event.target.closest?.("select, textarea, [contenteditable], input:not([type=checkbox], [type=radio])");
-  if (!keys?.checked || !step || typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  const goal = changes[here() + step];
+  if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
+  const goal = event.target.closest?.(fields) ? null : changes[here() + step];
   if (goal) location.replace(`#${goal.id}`);
 });
+
 const strip = all(".strip a");
 if (strip.length) {
-  const follow = () => strip.forEach((x, i) => x.classList.toggle("here", i === here()));
+  const follow = () => {
+    const at = here();
+    strip.forEach((x, i) => x.classList.toggle("here", i === at));
+  };
   addEventListener("scroll", () => requestAnimationFrame(follow), { passive: true });
+  addEventListener("hashchange", follow);
   follow();
 }
