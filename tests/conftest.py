@@ -13,6 +13,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from ladder.rungs import ROOT, commands  # noqa: E402
 from proofs import launch, processes, results, warm  # noqa: E402
+from tests.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
 
 OBSERVER = ROOT / "proofs" / "observer"
 

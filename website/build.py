@@ -61,8 +61,8 @@ from ladder.rungs import (
     InputError,
     ancestry,
     check_rungs,
-    docstring,
     read_lines,
+    summary,
 )
 from website.commands import run_all, same
 
@@ -144,7 +144,7 @@ def rungs_table(block, explained):
         "|---|---|---|---|",
     ]
     for name in sorted(RUNGS, key=ancestry):
-        parent, what = RUNGS[name], docstring(ROOT / name).split(". ")[0]
+        parent, what = RUNGS[name], summary(name)
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"

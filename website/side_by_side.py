@@ -1,8 +1,14 @@
-"""Two rungs side by side, as HTML: the changed stretches, and the others folded."""
+"""Two rungs side by side, as HTML: the changed stretches, and the others folded.
 
+Both sides of a stretch have equally many rows: a line stands beside the one that it was
+changed into, and a gap beside a line that has none.
+"""
+
+import collections
 import difflib
 import functools
 import itertools
+import keyword
 import re
 from html import escape
 
@@ -10,11 +16,11 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-from ladder.diffs import hunks
-from ladder.rungs import ROOT, RUNGS, ancestry
+from ladder.diffs import hunks, scope_of, scopes
+from ladder.rungs import ROOT, RUNGS, ancestry, read_lines
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
-SIMILAR = 0.5  # from here on, two lines are one line that was changed
+SIMILAR = 0.35  # from here on, two lines are one line that was changed
 
 
 def slug(name):
@@ -47,9 +53,13 @@ def token_lines(name):
     return lines if lines[-1] else lines[:-1]
 
 
-def line_html(tag, number, tokens, marked=()):
+LONG = 40  # columns of code that a phone shows in one line
+
+
+def line_html(tag, id, number, tokens, marked=()):
     """A line in an element; `marked` are the places of its changed characters."""
-    out, place = [], 0
+    line = "".join(text for _, text in tokens)
+    is_long, out, place = len(line) > LONG, [], 0
     for css, text in tokens:
         places = enumerate(text, place)
         for is_marked, group in itertools.groupby(
@@ -61,66 +71,128 @@ def line_html(tag, number, tokens, marked=()):
                 piece = f'<{kind} class="{css}">{piece}</{kind}>'
             out.append(piece)
         place += len(text)
-    return f'<{tag} data-n="{number}">{"".join(out)}</{tag}>'
+        if is_long and text in (".", "(") and line[place] != ")":
+            out.append("<wbr>")  # a phone breaks the line here, and not in a name
+    indent = len(line) - len(line.lstrip())
+    style = f' style="--i:{indent}"' if is_long and indent else ""
+    start = f'<{tag} data-n="{number}" id="{id}{number}"{style}>'
+    return f"{start}{''.join(out)}</{tag}>"
+
+
+OLD, NEW = (
+    "old-L",
+    "L",
+)  # ids: `old-L41` is line 41 of the left file, `L41` of the right
 
 
 @functools.cache
-def plain_lines(name):
+def plain_lines(name, id=NEW):
     """The HTML of all lines of a file."""
     lines = enumerate(token_lines(name), 1)
-    return [line_html("span", number, tokens) for number, tokens in lines]
-
-
-def changed(tag, name, start, stop, marked):
-    """The HTML of the lines `start` to before `stop`, counted from 1."""
-    lines = enumerate(token_lines(name)[start - 1 : stop - 1], start)
-    return "".join(
-        line_html(tag, number, tokens, marked.get(number, ()))
-        for number, tokens in lines
-    )
+    return [line_html("span", id, number, tokens) for number, tokens in lines]
 
 
 # Words
 
+WORD = re.compile(r"\d[\w.]*|\w+|\s+|[^\w\s]")
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def weight(word):
+    """How much a word says about its line: names and numbers, most of all."""
+    is_name = re.match(r"\w", word) and word != "self" and not keyword.iskeyword(word)
+    return 1 if is_name else 0.2
+
 
 @functools.cache
 def likeness(one, other):
-    if not one or not other:
-        return 0
-    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    return matcher.ratio() if matcher.quick_ratio() >= SIMILAR else 0
+    """From 0, nothing in common, to 1: the weight of the words that two lines share."""
+    lines = [WORD.findall(line.strip()) for line in (one, other)]
+    lines = [[word for word in line if not word.isspace()] for line in lines]
+    total = sum(map(weight, itertools.chain(*lines)))
+    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
+    blocks = matcher.get_matching_blocks()
+    shared = [word for x in blocks for word in lines[0][x.a : x.a + x.size]]
+    return 2 * sum(map(weight, shared)) / total if total else 0
 
 
-def similar_lines(removed, added, i=0, j=0):
+def similar_lines(removed, added):
     """[(index in `removed`, index in `added`)] of lines that were changed into another.
 
-    The two that are most alike, then the same on both sides of them. i, j: what to add
-    to the indices, where these are parts of longer lists.
+    In order on both sides, and of all such pairings the one with the most in common.
     """
-    likenesses = {
-        (a, b): likeness(old_line.strip(), new_line.strip())
-        for a, old_line in enumerate(removed)
-        for b, new_line in enumerate(added)
+    if len(removed) == len(added) == 1:
+        return [(0, 0)]
+    # best[a, b]: (what is in common, the pairs) from index a and index b on.
+    best = collections.defaultdict(lambda: (0, []))
+    for a, b in itertools.product(range(len(removed))[::-1], range(len(added))[::-1]):
+        alike = likeness(removed[a], added[b])
+        common, pairs = best[a + 1, b + 1]
+        taken = (common + alike, [(a, b), *pairs]) if alike >= SIMILAR else (0, [])
+        best[a, b] = max(taken, best[a + 1, b], best[a, b + 1], key=lambda x: x[0])
+    return best[0, 0][1]
+
+
+def bracket_pairs(words):
+    """{index of a bracket: index of the one that belongs to it}."""
+    opened, found = [], {}
+    for i, word in enumerate(words):
+        if word in BRACKETS:
+            opened.append(i)
+        elif opened and word == BRACKETS[words[opened[-1]]]:
+            found[i] = opened.pop()
+            found[found[i]] = i
+    return found
+
+
+def equal_words(one, other):
+    """{index in `one`: index in `other`} of the words that did not change.
+
+    A bracket is one of them only together with its other half.
+    """
+    shortest = min(len(one), len(other))
+    pairs = zip(one, other, strict=False), zip(one[::-1], other[::-1], strict=False)
+    same = [itertools.takewhile(lambda pair: pair[0] == pair[1], x) for x in pairs]
+    first = sum(1 for _ in same[0])
+    last = min(sum(1 for _ in same[1]), shortest - first)
+    middle = one[first : len(one) - last], other[first : len(other) - last]
+    matcher = difflib.SequenceMatcher(None, *middle, autojunk=False)
+    equal = {i: i for i in range(first)}
+    for block in matcher.get_matching_blocks():
+        for i in range(block.size):
+            equal[first + block.a + i] = first + block.b + i
+    for i in range(1, last + 1):
+        equal[len(one) - i] = len(other) - i
+    halves, other_halves = bracket_pairs(one), bracket_pairs(other)
+    for i, j in sorted(equal.items()):
+        if one[i] in BRACKETS and i in halves and j in other_halves:
+            taken = [x for x, y in equal.items() if y == other_halves[j]]
+            for x in taken:
+                del equal[x]
+            equal[halves[i]] = other_halves[j]
+    alone = {
+        i
+        for i, j in equal.items()
+        if one[i] in BRACKETS.values() and i in halves
+        if equal.get(halves[i]) != other_halves.get(j)
     }
-    a, b = max(likenesses, key=likenesses.get, default=(0, 0))
-    if likenesses.get((a, b), 0) < SIMILAR:
-        return []
-    before = similar_lines(removed[:a], added[:b], i, j)
-    after = similar_lines(removed[a + 1 :], added[b + 1 :], i + a + 1, j + b + 1)
-    return [*before, (i + a, j + b), *after]
+    between = {
+        i
+        for i in equal
+        if one[i].isspace() and i > 0 and {i - 1, i + 1}.isdisjoint(equal)
+    }
+    return {i: j for i, j in equal.items() if i not in alone | between}
 
 
 def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
-    words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (one, other)]
-    # starts[0][i] is where word i of `one` begins; starts[1] the same for `other`.
-    starts = [[0, *itertools.accumulate(map(len, some))] for some in words]
-    found = set(), set()
-    matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag != "equal":
-            found[0].update(range(starts[0][i1], starts[0][i2]))
-            found[1].update(range(starts[1][j1], starts[1][j2]))
+    words = [WORD.findall(line) for line in (one, other)]
+    equal = equal_words(*words)
+    found = []
+    for some, same in zip(words, (equal.keys(), equal.values()), strict=True):
+        starts = [0, *itertools.accumulate(map(len, some))]
+        changed = [i for i in range(len(some)) if i not in same]
+        found.append({x for i in changed for x in range(starts[i], starts[i + 1])})
     return found
 
 
@@ -165,22 +237,72 @@ def explain(old, new, explained):
 # Parts
 
 
-def parts(old, new, places):
-    """What stands below each other on the page of two rungs."""
+def rows(removed, added):
+    """([...], [...]): of each row, its index in `removed` and in `added`, or None."""
+    found, a, b = [], 0, 0
+    for i, j in [*similar_lines(removed, added), (len(removed), len(added))]:
+        found += [(x, None) for x in range(a, i)] + [(None, x) for x in range(b, j)]
+        found.append((i, j))
+        a, b = i + 1, j + 1
+    return list(zip(*found[:-1], strict=True))
+
+
+def changed(tag, id, name, start, places, marked, out):
+    """The HTML of one side of a change; `places` are its rows, counted from `start`."""
+    found = []
+    for is_gap, group in itertools.groupby(places, lambda x: x is None):
+        group = list(group)
+        if is_gap:
+            found.append(f'<i style="--n:{len(group)}"></i>')
+            continue
+        for number in (start + x for x in group):
+            tokens = token_lines(name)[number - 1]
+            line = line_html(tag, id, number, tokens, marked.get(number, ()))
+            if (name, number) in out:
+                inside = r'\1<span class="out">\2</span>\3'
+                line = re.sub(r"(<[^>]*>\s*)(.*)(\n</)", inside, line)
+            found.append(line)
+    return "".join(found)
+
+
+def parts(old, new, whys):
+    """What stands below each other on the page of two rungs.
+
+    whys: {hunk number: [explanations, each with the `lines` that its faults change]}.
+    """
     found, i, j = [], 1, 1
     for hunk in hunks(old, new):
         found += unchanged(old, new, i, j, hunk.old_start - i)
         i, j = hunk.old_start + len(hunk.removed), hunk.new_start + len(hunk.added)
         marks = {}, {}
         for a, b in similar_lines(hunk.removed, hunk.added):
-            in_old, in_new = changed_places(hunk.removed[a], hunk.added[b])
-            marks[0][hunk.old_start + a] = in_old
-            marks[1][hunk.new_start + b] = in_new
-        removed = changed("del", old, hunk.old_start, i, marks[0])
-        added = changed("ins", new, hunk.new_start, j, marks[1])
-        part = {"kind": "hunk", "hunk": hunk, "places": places[hunk.number]}
-        found.append(part | {"old": removed, "new": added})
+            if likeness(hunk.removed[a], hunk.added[b]) >= SIMILAR:
+                places = changed_places(hunk.removed[a], hunk.added[b])
+                marks[0][hunk.old_start + a], marks[1][hunk.new_start + b] = places
+        left, right = rows(hunk.removed, hunk.added)
+        out = set().union(*(why["lines"] for why in whys[hunk.number]))
+        part = {
+            "kind": "hunk",
+            "hunk": hunk,
+            "whys": whys[hunk.number],
+            "count": len(left),
+            "old": changed("del", OLD, old, hunk.old_start, left, marks[0], out),
+            "new": changed("ins", NEW, new, hunk.new_start, right, marks[1], out),
+        }
+        found.append(part)
     return found + unchanged(old, new, i, j, len(token_lines(old)) + 1 - i)
+
+
+def names_in(name, start, count):
+    """What the functions are called that have code in `count` lines from `start`."""
+    where, lines = scopes(name), read_lines(name)
+    found = [
+        scope_of(number, where)
+        for number in range(start, start + count)
+        if lines[number - 1].strip()
+    ]
+    names = [x for x in dict.fromkeys(found) if x]
+    return names if len(names) < 4 else [names[0], "...", names[-1]]
 
 
 def unchanged(old, new, i, j, count):
@@ -197,9 +319,34 @@ def unchanged(old, new, i, j, count):
         ("same", bottom),
     ]:
         if length:
-            one = plain_lines(old)[i - 1 : i - 1 + length]
-            other = plain_lines(new)[j - 1 : j - 1 + length]
-            part = {"kind": kind, "count": length}
+            one = plain_lines(old, OLD)[i - 1 : i - 1 + length]
+            other = plain_lines(new, NEW)[j - 1 : j - 1 + length]
+            part = {"kind": kind, "count": length, "names": names_in(new, j, length)}
             found.append(part | {"old": "".join(one), "new": "".join(other)})
             i, j = i + length, j + length
     return found
+
+
+def strip(old, new):
+    """[(hunk, top, height, share)] in percent: where the changes are in the whole.
+
+    Each stretch goes on to the next change; `share` is how much of it the change is.
+    """
+    there, row, last, places = hunks(old, new), 0, 1, []
+    for hunk in there:
+        row += hunk.old_start - last
+        last = hunk.old_start + len(hunk.removed)
+        length = max(len(hunk.removed), len(hunk.added))
+        places.append((row, length))
+        row += length
+    total = row + len(token_lines(old)) + 1 - last
+    ends = [*(start for start, _ in places[1:]), total]
+    return [
+        (
+            hunk,
+            100 * start / total,
+            100 * (end - start) / total,
+            100 * length / (end - start),
+        )
+        for hunk, (start, length), end in zip(there, places, ends, strict=True)
+    ]

@@ -3,57 +3,6 @@
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    // Pages that are opened from a file may have no clipboard.
-    const area = document.body.appendChild(document.createElement("textarea"));
-    area.value = text;
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
-}
-
-for (const button of all("[data-copy]")) {
-  button.addEventListener("click", async () => {
-    const text = all(button.dataset.copy).map((x) => x.textContent).join("");
-    const status = button.parentElement.querySelector("[role=status]");
-    status.textContent = "";
-    const done = await copy(text);
-    button.focus();
-    // After a moment, or the same words a second time would not be read out.
-    const said = done ? "Copied." : "Not copied: mark the text and copy it by hand.";
-    setTimeout(() => (status.textContent = said), 50);
-  });
-}
-
-for (const button of all("[data-unfold]")) {
-  button.addEventListener("click", () => {
-    const open = button.textContent === "Unfold all";
-    for (const fold of all(".sbs details")) fold.open = open;
-  });
-  const follow = () => {
-    const folded = all(".sbs details:not([open])").length;
-    button.textContent = folded ? "Unfold all" : "Fold all";
-  };
-  document.addEventListener("toggle", follow, true);
-}
-
-for (const form of all(".picker")) {
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const [from, to] = [form.elements.old.value, form.elements.new.value];
-    if (from !== to) location.href = `${from}--${to}.html`;
-    else form.querySelector("[role=status]").textContent = "Choose two different scripts.";
-  });
-  // The choice that is shown is that of the page, also when one comes back to it.
-  addEventListener("pageshow", () => form.reset());
-}
-
 const closed = [];
 addEventListener("beforeprint", () => {
   closed.push(...all("details:not([open])"));
@@ -100,3 +49,57 @@ const reach = new ResizeObserver((entries) => {
 });
 const wide = "article pre, article .table-wrapper, article p:has(> img)";
 for (const box of all(wide)) reach.observe(box);
+
+// The search is loaded when it is first used. A page that is opened from a file cannot
+// load Pagefind: there, the search page has Sphinx's own search, which knows the chapters.
+const content = new URL(document.documentElement.dataset.content_root, location.href);
+const served = location.protocol !== "file:";
+
+async function searchIn(field, box) {
+  const { attach } = await import(new URL("_static/search.js", content).href);
+  attach(field, box);
+}
+
+const side = document.querySelector(".sidebar-search");
+if (side && served) {
+  // The box is fixed, and stands where this place is: below the field.
+  const place = document.createElement("div");
+  const box = place.appendChild(document.createElement("div"));
+  box.className = "found";
+  box.hidden = true;
+  side.form.after(place);
+  side.autocomplete = "off";
+  side.addEventListener("focus", () => searchIn(side, box), { once: true });
+  side.addEventListener("focus", () => (box.hidden = !side.value.trim()));
+  addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || box.hidden) return;
+    side.focus();
+    box.hidden = true;
+  });
+  const leave = ({ target }) => (box.hidden ||= target !== side && !box.contains(target));
+  addEventListener("click", leave);
+  addEventListener("focusin", leave);
+}
+
+const large = document.querySelector(".search input");
+if (large) {
+  large.value = new URLSearchParams(location.search).get("q") ?? "";
+  const box = document.getElementById("search-results");
+  if (served) searchIn(large, box);
+  else
+    for (const name of ["_static/searchtools", "_static/language_data", "searchindex"]) {
+      const script = document.createElement("script");
+      script.src = new URL(`${name}.js`, content);
+      script.async = false;
+      document.head.append(script);
+    }
+}
+
+addEventListener("keydown", (event) => {
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest?.("input, textarea, select, [contenteditable]")) return;
+  event.preventDefault();
+  const field = large ?? side;
+  if (field?.checkVisibility({ visibilityProperty: true })) field.focus();
+  else location.href = new URL("search.html", content);
+});

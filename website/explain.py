@@ -1,0 +1,219 @@
+"""The chapters' explanations, as HTML for the pages of two scripts side by side.
+
+What stands under a heading in a chapter, without the heading and its diff. A recorded
+output with a fault in the script becomes a switch: the reader flips between it and the
+right output, which another block of the chapter has for the same command.
+"""
+
+import difflib
+import functools
+import re
+from html import escape
+from itertools import groupby
+from urllib.parse import urljoin, urlsplit
+
+from docutils import nodes
+
+from ladder.pages import parse
+from ladder.rungs import InputError, read_lines
+from website.commands import VARIES
+from website.side_by_side import changed_places, similar_lines
+
+PARTS = {"What.": "what", "Why.": "reason", "Without it.": "without"}
+NUMBER = rf"(?P<varies>{'|'.join(VARIES)})|\d+(?:\.\d+)?"
+
+
+class Explainer:
+    """`why(page, heading, anchor)`: what a chapter says under a heading.
+
+    "parts" are [(class, HTML)], "lines" {(script, number)} of what its faults change.
+    """
+
+    def __init__(self, app):
+        self.app = app
+        self.chapter = functools.cache(self.chapter)
+        self.why = functools.cache(self.why)
+
+    def chapter(self, page):
+        """The page's doctree, its blocks by their marker, and its right outputs."""
+        doctree = self.app.env.get_and_resolve_doctree(page, self.app.builder)
+        parsed = parse(f"docs/{page}.md")
+        blocks = {parsed.lines[x.line - 1].strip(): x for x in parsed.blocks}
+        right = {}
+        for raw in doctree.findall(nodes.raw):
+            block = blocks.get(raw.astext().strip())
+            if block and block.kind == "run" and not block.faults:
+                right[block.text] = next(
+                    x for x in raw.findall(siblings=True, descend=False) if is_code(x)
+                ).astext()
+        return doctree, blocks, right
+
+    def why(self, page, heading, anchor):
+        doctree, blocks, right = self.chapter(page)
+        section = next(
+            x for x in doctree.findall(nodes.section) if x.get("slug") == anchor
+        )
+        parts, lines, block = [("motivation", [])], set(), None
+        flips, above = 0, ""
+        for node in section.children:
+            if isinstance(node, (nodes.title, nodes.section)):
+                continue
+            text = node.astext().strip()
+            if isinstance(node, nodes.raw) and text.startswith("<!--"):
+                block = blocks.get(text)
+                if block and block.faults:
+                    lines |= faulty_lines(block)
+            elif isinstance(node, nodes.raw) and 'class="beside"' in text:
+                continue  # it leads to the page that this is for
+            elif block and block.faults and is_code(node):
+                wrong = node.astext()
+                flips += 1
+                parts[-1][1].append(flip(flips, right.get(block.text), wrong, above))
+            elif block and block.faults:
+                above = self.html(page, node)
+            elif not (block and block.kind == "diff"):
+                part = PARTS.get(first_words(node))
+                part = "tests" if text.startswith("Tests: ") else part
+                if part:
+                    parts.append((part, []))
+                parts[-1][1].append(self.html(page, node))
+        return {
+            "heading": heading,
+            "link": f"../{page}.html#{anchor}",
+            "chapter": self.app.env.titles[page].astext(),
+            "parts": [(part, "".join(html)) for part, html in parts if html],
+            "lines": lines,
+        }
+
+    def html(self, page, node):
+        """A node as it is shown on a page of another folder, without ids."""
+        node = node.deepcopy()
+        for element in node.findall(nodes.Element):
+            element["ids"] = []
+            uri = element.get("refuri") or "#" + element.get("refid", "")
+            if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
+                element.attributes.pop("refid", None)
+                element["refuri"] = "../" + urljoin(f"{page}.html", uri)
+        html = self.app.builder.render_partial(node)["fragment"].strip()
+        html = re.sub('<span class="pre">(.*?)</span>', r"\1", html)
+        return html.replace(' class="docutils literal notranslate"', ' class="literal"')
+
+
+def once(hunks, whys):
+    """`whys` with each text at the largest of its hunks, and a link to it at others.
+
+    For two scripts that are far apart: with every text at every hunk that it explains,
+    a page would weigh too much.
+    """
+    home = {}
+    for hunk in sorted(hunks, key=lambda hunk: -len(hunk.lines)):
+        for why in whys[hunk.number]:
+            home.setdefault(why["link"], hunk.number)
+    return {
+        number: [
+            why if home[why["link"]] == number else why | {"at": home[why["link"]]}
+            for why in some
+        ]
+        for number, some in whys.items()
+    }
+
+
+def is_code(node):
+    return isinstance(node, nodes.literal_block)
+
+
+def first_words(node):
+    """What a paragraph begins with in bold, or ""."""
+    first = next((x for x in node.children if x.astext()), None)
+    bold = isinstance(node, nodes.paragraph) and isinstance(first, nodes.strong)
+    return first.astext() if bold else ""
+
+
+def faulty_lines(block):
+    """{(script, number)} of the lines of a script that the block's faults change."""
+    try:
+        text = "\n".join(read_lines(block.script))
+    except InputError:  # a file that the page itself holds
+        return set()
+    places = [text.index(old) for old, _ in block.faults]
+    return {(block.script, text.count("\n", 0, place) + 1) for place in places}
+
+
+# Outputs
+
+
+def words_of(line):
+    """(the line without its numbers, [(start, end, number)]); what varies is none."""
+    shape, numbers, last = "", [], 0
+    for found in re.finditer(NUMBER, line):
+        varies = found["varies"] is not None
+        shape += line[last : found.start()] + ("~" if varies else "#")
+        last = found.end()
+        if not varies:
+            numbers.append((*found.span(), found[0]))
+    return shape + line[last:], numbers
+
+
+def differ(one, other):
+    """Whether two numbers do: fractions by more than 0.1 %, as in website.commands."""
+    if "." not in one or "." not in other:
+        return one != other
+    a, b = float(one), float(other)
+    return abs(a - b) > 1e-3 * max(abs(a), abs(b))
+
+
+def compare(right, wrong):
+    """The places that differ, as {line: {places}} of each of two outputs' lines."""
+    found = {}, {}
+    shapes = [[words_of(line)[0] for line in lines] for lines in (right, wrong)]
+    matcher = difflib.SequenceMatcher(None, *shapes, autojunk=False)
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag == "equal":
+            for i, j in zip(range(i1, i2), range(j1, j2), strict=True):
+                numbers = words_of(right[i])[1], words_of(wrong[j])[1]
+                for one, other in zip(*numbers, strict=True):
+                    if differ(one[2], other[2]):
+                        found[0].setdefault(i, set()).update(range(*one[:2]))
+                        found[1].setdefault(j, set()).update(range(*other[:2]))
+            continue
+        found[0].update({i: set(range(len(right[i]))) for i in range(i1, i2)})
+        found[1].update({j: set(range(len(wrong[j]))) for j in range(j1, j2)})
+        for i, j in similar_lines(right[i1:i2], wrong[j1:j2]):
+            places = changed_places(right[i1 + i], wrong[j1 + j])
+            found[0][i1 + i], found[1][j1 + j] = places
+    return found
+
+
+def output_html(text, marks):
+    """The `pre` of a command and its output, with the marked places of each line."""
+    lines = []
+    for i, line in enumerate(text.split("\n")):
+        places, html = marks.get(i, set()), ""
+        for marked, group in groupby(range(len(line)), places.__contains__):
+            piece = escape("".join(line[x] for x in group), quote=False)
+            html += f"<mark>{piece}</mark>" if marked and piece.strip() else piece
+        lines.append(html)
+    return f"<pre>{chr(10).join(lines)}</pre>"
+
+
+# The switch needs no script. Its ids are made unique where it is put into a page.
+FLIP = """<fieldset class="flip"><legend>What it prints</legend>
+<input type="radio" id="FLIP-{n}-as-it-is" name="FLIP-{n}" class="as-it-is">
+<label for="FLIP-{n}-as-it-is">with it</label>
+<input type="radio" id="FLIP-{n}-without" name="FLIP-{n}" class="without-it" checked>
+<label for="FLIP-{n}-without">without it</label>
+<div class="outputs"><div class="right"><p>{script} as it is.</p>
+{right}</div><div class="wrong">{above}
+{wrong}</div></div></fieldset>"""
+
+
+def flip(n, right, wrong, above):
+    """Two outputs to choose from, or the wrong one alone if there is no right one."""
+    if right is None:
+        return f'{above}<div class="wrong">{output_html(wrong, {})}</div>'
+    marks = compare(right.split("\n"), wrong.split("\n"))
+    outputs = [output_html(*x) for x in zip((right, wrong), marks, strict=True)]
+    script = re.search(r"\S+\.py", wrong)[0]
+    return FLIP.format(
+        n=n, script=script, above=above, right=outputs[0], wrong=outputs[1]
+    )

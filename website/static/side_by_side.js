@@ -1,0 +1,131 @@
+// After site.js, on the pages that show scripts.
+"use strict";
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Pages that are opened from a file may have no clipboard.
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text;
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}
+
+for (const button of all("[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const text = all(button.dataset.copy).map((x) => x.textContent).join("");
+    const status = button.parentElement.querySelector("[role=status]");
+    status.textContent = "";
+    const done = await copy(text);
+    button.focus({ preventScroll: true });
+    // After a moment, or the same words a second time would not be read out.
+    const said = done ? "Copied." : "Not copied: mark the text and copy it by hand.";
+    setTimeout(() => (status.textContent = said), 50);
+  });
+}
+
+// Buttons that open all folds, or all explanations, and close them again.
+for (const button of all("[data-open]")) {
+  const [opened, closed] = { ".fold": ["Fold all", "Unfold all"], ".why": ["Hide all", "Explain all"] }[button.dataset.open];
+  button.addEventListener("click", () => {
+    const open = button.textContent === closed;
+    for (const details of all(button.dataset.open)) details.open = open;
+  });
+  const follow = () => {
+    button.textContent = all(`${button.dataset.open}:not([open])`).length ? closed : opened;
+  };
+  document.addEventListener("toggle", follow, true);
+}
+
+// What is above this is behind the names of the two scripts.
+const names = document.querySelector(".names");
+const edge = () => names.getBoundingClientRect().bottom;
+
+// What the reader looks at stays in sight when one side is exchanged: the first line of
+// the side that stays, if the reader has left the top of the page.
+function place(side) {
+  if (document.querySelector(".sbs .highlight").getBoundingClientRect().top > edge() - 1) return "";
+  const line = all(`.${side} > [data-n]`).find(
+    (x) => x.checkVisibility() && x.getBoundingClientRect().bottom > edge());
+  return line ? `#${line.id}` : "";
+}
+
+if (names) {
+  names.addEventListener("change", ({ target }) => {
+    const [from, to] = [names.elements.old.value, names.elements.new.value];
+    const stays = target.name === "old" ? "new" : "old";
+    if (from !== to) location.href = `${from}--${to}.html${place(stays)}`;
+    else names.querySelector("[role=status]").textContent = "Choose two different scripts.";
+  });
+  // The choice that is shown is that of the page, also when one comes back to it.
+  addEventListener("pageshow", () => names.reset());
+}
+for (const link of all("[data-swap]")) {
+  link.addEventListener("click", () => {
+    const line = place("new");
+    link.hash = line && `#old-${line.slice(1)}`;
+  });
+}
+
+// In one column, a line that both sides have is shown once, on the right.
+function find() {
+  const line = document.getElementById(location.hash.slice(1));
+  if (!line?.closest(".same .old") || line.checkVisibility()) return;
+  const fold = line.closest("details");
+  if (fold) fold.open = true;
+  const at = [...line.parentElement.children].indexOf(line);
+  line.parentElement.nextElementSibling.children[at].scrollIntoView();
+}
+find();
+addEventListener("hashchange", find);
+
+// A click on a line's number gives its address.
+for (const box of all(".highlight")) {
+  box.addEventListener("click", ({ target, clientX }) => {
+    const onNumber = target.dataset.n && clientX - target.getBoundingClientRect().left < 30;
+    if (onNumber) location.replace(`#${target.id}`);
+  });
+  box.addEventListener("pointerdown", ({ target }) => {
+    const pre = target.closest(".lines pre");
+    if (pre) box.dataset.select = pre.className;
+    else delete box.dataset.select;
+  });
+}
+
+// The change that the reader is at: the one that was gone to, if it is in sight.
+const changes = all(".hunk");
+function here() {
+  const tops = changes.map((x) => x.getBoundingClientRect().top);
+  const target = changes.findIndex((x) => x.matches(":target"));
+  if (tops[target] > 0 && tops[target] < innerHeight) return target;
+  return tops.filter((top) => top < edge()).length - 1;
+}
+
+const keys = document.querySelector("[data-keys]");
+if (keys) {
+  keys.checked = localStorage.getItem("keys") !== "off";
+  keys.addEventListener("change", () => localStorage.setItem("keys", keys.checked ? "on" : "off"));
+}
+const fields = "select, textarea, [contenteditable], input:not([type=checkbox], [type=radio])";
+addEventListener("keydown", (event) => {
+  const step = { n: 1, p: -1 }[event.key];
+  if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
+  const goal = event.target.closest?.(fields) ? null : changes[here() + step];
+  if (goal) location.replace(`#${goal.id}`);
+});
+
+const strip = all(".strip a");
+if (strip.length) {
+  const follow = () => {
+    const at = here();
+    strip.forEach((x, i) => x.classList.toggle("here", i === at));
+  };
+  addEventListener("scroll", () => requestAnimationFrame(follow), { passive: true });
+  addEventListener("hashchange", follow);
+  follow();
+}
