@@ -130,26 +130,36 @@ HOSTS_ITSELF = {
 }
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """A function: this machine is node0, and its own name leads to an address."""
+
+    def become(own_address):
+        known = NAMES | {x: x for x in NAMES.values()} | {"node0": own_address}
+
+        def getaddrinfo(host, *_args, **_kwargs):
+            if not known.get(host):
+                raise socket.gaierror
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, host, (known[host], 0))]
+
+        monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    return become
+
+
 @pytest.mark.parametrize("endpoint", HOSTS_ITSELF)
-def test_a_machine_knows_the_endpoint_by_its_own_name(monkeypatch, endpoint):
+def test_a_machine_knows_the_endpoint_by_its_own_name(machine, endpoint):
     """Whether c10d's torchrun hosts the rendezvous if nobody sets is_host."""
     name, own_address, expected = HOSTS_ITSELF[endpoint]
-    known = NAMES | {x: x for x in NAMES.values()} | {"node0": own_address}
-
-    def getaddrinfo(host, *_args, **_kwargs):
-        if not known.get(host):
-            raise socket.gaierror
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, host, (known[host], 0))]
-
-    monkeypatch.setattr(socket, "gethostname", lambda: "node0")
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    machine(own_address)
     assert _matches_machine_hostname(name) is expected
 
 
-def test_without_an_address_of_its_own_a_machine_cannot_tell(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "nosuch.invalid")
+def test_without_an_address_of_its_own_a_machine_cannot_tell(machine):
+    machine(None)
     with pytest.raises(socket.gaierror):
-        _matches_machine_hostname("192.0.2.1")
+        _matches_machine_hostname("alias")
 
 
 def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
