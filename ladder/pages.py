@@ -31,9 +31,10 @@ GROUPS = {
 }
 END = "<!-- end -->"
 DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
-WHOLE = r"diff (?:-U(?P<context>\d+) )?(?P<old>\S+) (?P<new>[^\s:]+)"
+SHOW = r"(?: \(show(?P<show>(?: `[^`]+`)+)\))?"
+WHOLE = rf"diff{SHOW}(?: -U(?P<context>\d+))? (?P<old>\S+) (?P<new>[^\s:]+)"
 RUN = (
-    r"run(?: \(exit status (?P<status>\d+)\))?(?: \(show(?P<show>(?: `[^`]+`)+)\))?"
+    rf"run(?: \(exit status (?P<status>\d+)\))?{SHOW}"
     r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
     r" (?P<command>(?!with |\(show |\(exit ).*\S)"
 )
@@ -182,14 +183,14 @@ def read_marker(page, number, line):
     elif found := re.fullmatch(RUN, block.text):
         block.kind, block.status = "run", int(found["status"] or 0)
         block.text = found["command"]
-        block.show = re.findall(r"`([^`]+)`", found["show"] or "")
         block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found["faults"] or "")
-        check_patterns(block)
+        read_patterns(block, found["show"])
         check_faults(page, block)
     elif found := re.fullmatch(WHOLE, block.text) or re.fullmatch(DIFF, block.text):
         found = found.groupdict()
         block.kind, block.old, block.new = "diff", found["old"], found["new"]
         block.context = int(found.get("context") or 3)
+        read_patterns(block, found.get("show"))
         find_hunks(block, re.findall(r"`([^`]+)`", found.get("texts") or ""))
     elif block.text == "end":
         raise block.wrong("an end without its marker")
@@ -198,7 +199,8 @@ def read_marker(page, number, line):
     return block
 
 
-def check_patterns(block):
+def read_patterns(block, text):
+    block.show = re.findall(r"`([^`]+)`", text or "")
     for pattern in block.show:
         try:
             re.compile(pattern)
@@ -247,6 +249,20 @@ def find_end(block, lines):
         if lines[i].startswith("<!--"):
             break
     raise block.wrong(f"this marker has no {END}")
+
+
+def right_output(page, block):
+    """The `run` block of a page with the same command and fewer of its faults, or None.
+
+    Fewer, and not none: some faults only set the scene, in the right output as well.
+    """
+    others = [
+        other
+        for other in page.blocks
+        if (other.kind, other.text) == ("run", block.text)
+        and set(other.faults) < set(block.faults)
+    ]
+    return max(others, key=lambda other: len(other.faults), default=None)
 
 
 # Explanations

@@ -56,7 +56,7 @@ from proofs.results import load, same_bits
 
 KINDS = ("worker", "agent", "host")
 MOMENTS = ("training", "saving", "training", "starting")
-# A restart gets a store of its own: "Starting again" in docs/3_fault_tolerance.md.
+# "Give every attempt a store of its own" in docs/when_machines_fail.md
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IMPATIENT = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 SAVE_EVERY = 2  # epochs

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ENV = {
-    # A restart gets a store of its own: "Starting again" in docs/3_fault_tolerance.md.
+    # "Give every attempt a store of its own" in docs/when_machines_fail.md
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1,
     "OMP_NUM_THREADS": 1,
     "PYTHONWARNINGS": "ignore",
@@ -83,6 +83,44 @@ def two_by_two(tmp_path_factory):
 def difference(one, other):
     """How far the weights of two snapshots are apart at most."""
     return (weights(one) - weights(other)).abs().max()
+
+
+def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
+    """The name that `hostname` prints, or one that leads where that name leads.
+
+    torchrun's answers with an /etc/hosts as Debian writes it, and with one without
+    127.0.1.1. If nobody is the host, all end; `is_host` says it outright.
+    """
+    question = (
+        "from torch.distributed.elastic.rendezvous.utils import "
+        "_matches_machine_hostname as own\n"
+        "import sys\n"
+        "print([name for name in sys.argv[1:] if own(name)])"
+    )
+    asked = ["node0", "node0.lab", "alias", "10.77.0.1", "second", "10.78.0.1"]
+    with Hosts(1, tmp_path) as (host,):
+        host.run("ip", "addr", "add", "10.78.0.1/24", "dev", "eth0")  # a second card's
+
+        def own(*lines):
+            lines = "\n".join(["127.0.0.1 localhost", *lines])
+            host.run("sh", "-c", 'echo "$0" > /etc/hosts', lines)
+            return host.run(sys.executable, "-c", question, *asked).strip()
+
+        everything = "10.77.0.1 node0.lab node0 alias", "10.78.0.1 second"
+        assert own(*everything) == str(asked[:4])
+        debian = "127.0.1.1 node0.lab node0", "10.77.0.1 alias", "10.78.0.1 second"
+        assert own(*debian) == str(asked[:2])
+
+        def ended(conf):
+            command = torchrun(ROOT / "multinode.py", 1, 1, nnodes=1, host="alias")
+            command[command.index(RENDEZVOUS)] = f"{conf},read_timeout=2"
+            job = host.start(command, **ENV)
+            return job.wait(), job.output
+
+        status, output = ended("last_call_timeout=2")
+        assert status == 1 and "RendezvousConnectionError" in output
+        status, output = ended("is_host=true")
+        assert status == 0, output
 
 
 def test_two_hosts_train_the_model_of_one_process(runs, two_by_two):

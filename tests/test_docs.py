@@ -68,6 +68,25 @@ def test_the_readme_links_to_every_page(page):
     assert f"({page})" in text_of("README.md"), f"README.md has no link to {page}"
 
 
+@pytest.mark.text
+def test_chapter_1_quotes_the_script():
+    """Each of its fences of python is a stretch of the script, or a file to run."""
+    text = text_of("docs/1_single_gpu.md")
+    quotes = re.findall(r"(?<!-->\n)```python\n(.*?)```", text, re.S)
+    assert len(quotes) > 5
+    for quote in quotes:
+        assert quote in text_of("single_gpu.py"), f"single_gpu.py has no:\n{quote}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_folded_away_can_be_opened(page):
+    """GitHub shows Markdown in a fold only if a blank line is above it."""
+    text = text_of(page)
+    opened = re.findall(r"^<details>\n<summary>[^<\n]+</summary>\n\n", text, re.M)
+    closed = re.findall(r"\n\n</details>\n", text)
+    assert len(opened) == len(closed) == text.count("<details")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
@@ -161,6 +180,11 @@ NOT_FRESH = {
         "## Call the wrapper in the training step\n",
         "",
     ),
+    "no right output": (
+        CHAPTER,
+        "as `output = self.model(source)`: python",
+        "as `output = self.model(source)`: cd .; python",
+    ),
     "a table typed": ("README.md", "| 48, compared with single_gpu.py |", "| 9 |"),
 }
 
@@ -242,6 +266,11 @@ WRONG = {
         DIFFS,
         f"<!-- run (show `(`) ls -->\n<!-- end -->\n\n{DIFFS}",
     ),
+    "a pattern that no changed line has": (
+        DIFFS,
+        "<!-- diff (show `nosuch`) single_gpu.py multigpu.py -->\n<!-- end -->\n\n"
+        + DIFFS,
+    ),
     "half a fault": (
         DIFFS,
         "<!-- run with `import gc` as `` with `x`: ls multigpu.py -->\n<!-- end -->\n\n"
@@ -288,6 +317,23 @@ def test_bad_files(copy, name, content):
     assert status == 2
     assert re.fullmatch(r"website\.build: error: [\w./]+:\d+: .+\n", said)
     assert files(copy) == before
+
+
+@pytest.mark.text
+def test_a_diff_may_show_only_lines_that_match(copy):
+    """The function's name is above them. They are shown, and not explained."""
+    marker = "<!-- diff (show `output =` `set_epoch`) single_gpu.py multigpu.py -->"
+    (copy / "docs/page.md").write_text(f"# Page\n\n{marker}\n<!-- end -->\n")
+    assert build(copy, "--diffs") == (0, "")
+    assert (copy / "docs/page.md").read_text().splitlines()[3:-1] == [
+        "```diff",
+        "@@ in Trainer._run_epoch @@",
+        "+        self.train_data.sampler.set_epoch(epoch)",
+        "@@ in Trainer._run_batch @@",
+        "-        output = self.model(source)",
+        "+        output = self.ddp_model(source)",
+        "```",
+    ]
 
 
 @pytest.mark.text
@@ -506,6 +552,9 @@ def test_what_varies_is_masked_and_nothing_else():
     assert not same([one], [line.format("at", 1.01, "20,000", 311, 80)])
     assert not same([one], [line.format("in", 1.0, "20,000", 311, 80)])
     assert not same([one], [one, one])
+    assert same(
+        ["0.51 ms, or 1.3 small all-reduces"], ["9.1 ms, or 7.0 small all-reduces"]
+    )
     assert not same(["rank 0"], ["rank 1"])
 
 

@@ -10,6 +10,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
 
     <!-- diff OLD NEW -->                   the whole of diff -u OLD NEW
     <!-- diff -U0 OLD NEW -->               ... without lines of context
+    <!-- diff (show `x` `y`) OLD NEW -->    ... only changed lines that match x or y
+                                            (regular expressions)
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
     <!-- rungs -->                          the table of the rungs
     <!-- contents -->                       the list of all pages, by group
@@ -50,6 +52,7 @@ from ladder.pages import (
     linked_tests,
     page_names,
     parse,
+    right_output,
     title,
 )
 from ladder.rungs import (
@@ -71,7 +74,23 @@ PARTS = [rf"\*\*{part}\.\*\* (?!\*\*)\S" for part in ("What", "Why", "Without it
 
 
 def whole_diff(block):
+    if block.show:
+        return ["```diff", *shown_lines(block), "```"]
     return ["```diff", *unified(block.old, block.new, block.context), "```"]
+
+
+def shown_lines(block):
+    """The changed lines that match, below the name of what they stand in."""
+    lines, above, left = [], "", set(block.show)
+    for hunk in hunks(block.old, block.new):
+        for line in hunk.lines:
+            if found := {x for x in block.show if re.search(x, line)}:
+                place = f"@@ in {hunk.scope or block.new} @@"
+                lines += [line] if place == above else [place, line]
+                above, left = place, left - found
+    if left:
+        raise block.wrong(f"no changed line matches {', '.join(sorted(left))}")
+    return lines
 
 
 CONTEXT = 2  # unchanged lines around a hunk
@@ -131,7 +150,9 @@ def rungs_table(block, explained):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         found = {place[0]: None for place in explained.get((parent, name), {}).values()}
-        chapters = ", ".join(link(block, page, f"docs/{page}.md") for page in found)
+        chapters = ", ".join(
+            link(block, title(page), f"docs/{page}.md") for page in found
+        )
         lines.append(f"| {link(block, name, name)} | {what} | {size} | {chapters} |")
     return lines
 
@@ -167,6 +188,24 @@ def check_explanations(pages):
                 problems.append(f"{at}: the last line of the section must be {line}")
             missing = [name for name in linked_tests(section) if not is_test(name)]
             problems += [f"{at}: there is no {name}" for name in missing]
+    return problems
+
+
+def check_partners(pages):
+    """A wrong output is shown beside the right one, which must be on the same page.
+
+    Only where the command ends well with the fault in it, too: that mistake is silent.
+    """
+    problems = []
+    for page in pages:
+        runs = [block for block in page.blocks if block.kind == "run"]
+        right = [right_output(page, block) for block in runs]
+        explaining = {block.anchor for block in page.blocks if block.hunks}
+        for block, other in zip(runs, right, strict=True):
+            silent = block.faults and not block.status and block.anchor in explaining
+            if silent and not other and block not in right:
+                what = "no block of this page has its output without the fault"
+                problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
 
 
@@ -217,7 +256,7 @@ def build(args):
     check_rungs()
     pages = [parse(name) for name in page_names()]
     explained = explanations(pages)
-    problems = check_explanations(pages)
+    problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
         name = Path(args.only).stem
         pages = [page for page in pages if name == Path(page.name).stem]

@@ -27,6 +27,7 @@ COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 VARIES = [
     r"[\d,]+(?= samples/s)",
     r"\d+\.\d+ ?m?s\b",
+    r"\d+\.\d+(?= small all-reduces)",
     r"(?<=pid: )\d+",
     r"(?<=port )\d+",
     r"(?<=:)\d{4,5}\b",
