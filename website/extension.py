@@ -156,7 +156,7 @@ def make_pages(app):
     in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
     pairs = list(dict.fromkeys([*pairs, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
-    table = {"title": "Side by side", "sizes": sizes}
+    table = {"title": "Compare any two", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
     explainer = Explainer(app)
     for old, new in pairs:
@@ -224,6 +224,26 @@ def previews(app, pagename, context, doctree):
     )
 
 
+# Of what Sphinx and the theme load on every page: what no page uses, what only Sphinx's
+# own search does, and what only pages with commands do.
+UNUSED = ["furo-extensions.css"]
+FOR_SEARCH = ["doctools.js", "sphinx_highlight.js"]
+FOR_COPYING = ["clipboard.min.js", "copybutton.js", "copybutton.css"]
+
+
+def drop_assets(pagename, context):
+    """A page loads no file that it does not use."""
+    unused = [*UNUSED]
+    if pagename != "search":
+        unused += FOR_SEARCH
+    if pagename.startswith(("side_by_side/", "source/")) or pagename == "search":
+        unused += FOR_COPYING
+    for kind in ("script_files", "css_files"):
+        context[kind] = [
+            x for x in context[kind] if Path(x.filename or "").name not in unused
+        ]
+
+
 def add_assets(app, pagename, templatename, context, doctree):
     if "body" in context:
         context["body"] = re.sub(
@@ -241,6 +261,7 @@ def add_assets(app, pagename, templatename, context, doctree):
     if pagename.startswith(("side_by_side/", "source/")):
         app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+    drop_assets(pagename, context)
 
 
 def make_search(app, exception):
