@@ -752,8 +752,11 @@ def test_a_long_line_on_a_phone_goes_on_below_its_own_beginning(visit):
 
 
 def test_print_is_landscape_and_explained(visit):
-    tab = visit(PAIR)
+    tab = visit(PAIR, viewport={"width": 1032, "height": 700})  # of the paper
     tab.emulate_media(media="print")
+    assert tab.locator(".same .old").first.is_visible()
+    for part in (".flip .right", ".flip .wrong"):
+        assert tab.locator(part).first.is_visible()
     for why in tab.locator(".why .reason").all():
         assert why.bounding_box()["height"] > 0
     kept = "x => getComputedStyle(x).breakInside"
