@@ -40,6 +40,11 @@ def docstring(path):
     return found[2] if found else ""
 
 
+def summary(name):
+    """What a rung does: the first sentence of its docstring, without the full stop."""
+    return docstring(ROOT / name).split(". ")[0]
+
+
 def commands(name):
     """The shell commands in the rung's docstring, as lists of words."""
     lines = docstring(ROOT / name).splitlines()
@@ -91,3 +96,19 @@ def ancestry(name):
     while name:
         path, name = [name, *path], RUNGS[name]
     return path
+
+
+def trunk():
+    """The rungs in the root, from the first to the last: the ladder without leaves."""
+    return sorted((name for name in RUNGS if "/" not in name), key=ancestry)
+
+
+def variants():
+    """The other rungs, those of the first script of the trunk first."""
+    order = trunk()
+
+    def place(name):
+        below = [x for x in ancestry(name) if x in order]
+        return order.index(below[-1]), ancestry(name)
+
+    return sorted((name for name in RUNGS if name not in order), key=place)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,8 +41,17 @@ def pages(site):
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """As code hosts do, it answers a wrong address with 404.html."""
+
     def log_message(self, *args):
         pass
+
+    def send_error(self, code, *args):
+        body = Path(self.directory, "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(body)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The pictures are what the script draws, can be read, and show what really happens."""
 
+import itertools
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -7,6 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from ladder.diffs import changed_lines
+from ladder.rungs import EDGES, RUNGS, summary, trunk
 from tests.contrast import contrast_ratio
 from website import pictures
 
@@ -174,3 +177,75 @@ def test_a_small_model_has_one_bucket(tmp_path):
     assert [x["bytes"] for x in made["all_reduce"]] == [4 * 21]
     assert len(made["launched"]) == 1 and len(made["copied"]) == 2
     assert averaged_in_backward(made)
+
+
+# The ladder
+
+LEAVES = [(f"variants/a_rather_long_name_{i}.py", "Word " * 20, i) for i in range(10)]
+
+
+def texts(svg):
+    return [x.text for x in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_the_ladder_shows_every_rung_and_the_size_of_its_diff():
+    shown = texts(pictures.ladder())
+    words = " ".join(shown).split()
+    for name in RUNGS:
+        assert name.removeprefix("variants/") in shown
+        assert set(summary(name).split()) <= set(words)
+    for parent, child in EDGES:
+        size = len(changed_lines(parent, child))
+        leaf = f"{size} changed lines from {parent.removeprefix('variants/')}"
+        assert (str(size) if child in trunk() else leaf) in shown
+
+
+def ladder_of(count):
+    """The ladder with `count` variants, whose names and texts are long."""
+    steps = [(name, "Train on something", RUNGS[name], 48) for name in trunk()]
+    leaves = [(name, what, trunk()[i % 3], i) for name, what, i in LEAVES[:count]]
+    on = {name: trunk().index(parent) for name, _, parent, _ in leaves}
+    return pictures.draw_ladder(steps, leaves, on)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
+def test_the_boxes_of_the_ladder_do_not_overlap(count):
+    root = ET.fromstring(ladder_of(count))
+    boxes = [
+        tuple(float(x.get(key)) for key in ("x", "y", "width", "height"))
+        for x in root.iter(f"{SVG}rect")
+    ]
+    card, *boxes = boxes
+    assert len(boxes) == 3 + count
+    for box in boxes:
+        x, y, width, height = box
+        assert card[0] < x and x + width < card[0] + card[2]
+        assert card[1] < y and y + height < card[1] + card[3]
+    for one, other in itertools.combinations(boxes, 2):
+        apart = [
+            one[i] + one[i + 2] <= other[i] or other[i] + other[i + 2] <= one[i]
+            for i in (0, 1)
+        ]
+        assert any(apart), (one, other)
+
+
+@pytest.mark.parametrize("picture", [pictures.ladder(), ladder_of(10)])
+def test_no_text_of_the_ladder_leaves_its_box(picture):
+    """Letters are taken for wider than those of most fonts."""
+    root = ET.fromstring(picture)
+    boxes = list(root.iter(f"{SVG}rect"))[1:]
+    for text in root.iter(f"{SVG}text"):
+        kinds = text.get("class").split()
+        x, y = float(text.get("x")), float(text.get("y"))
+        within = [
+            box
+            for box in boxes
+            if 0 < x - float(box.get("x")) < float(box.get("width"))
+            and 0 < y - float(box.get("y")) < float(box.get("height"))
+        ]
+        if not within or "right" in kinds:
+            continue
+        size = 16 if "h" in kinds else 12 if "s" in kinds else 13
+        wide = size * len(text.text) * (0.61 if {"b", "c", "h"} & set(kinds) else 0.53)
+        right = float(within[0].get("x")) + float(within[0].get("width"))
+        assert x + wide <= right, text.text

@@ -5,17 +5,43 @@ needs a browser is skipped where there is no chromium. The pages of two scripts 
 side have tests of their own: test_side_by_side.py.
 """
 
+import itertools
+import os
 import posixpath
+import re
+import runpy
+import struct
 import subprocess
+import textwrap
+import zlib
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
-from ladder.files import copy_tree
-from ladder.rungs import EDGES, ROOT
-from tests.site_fixtures import PHONE, SPHINX
-from tests.site_pages import NEW, PAIR, PAIRS, check_barriers, url_of
+bs4 = pytest.importorskip("bs4")
+pytest.importorskip("pagefind")
+
+from bs4 import BeautifulSoup  # noqa: E402
+
+from ladder.diffs import changed_lines, hunks  # noqa: E402
+from ladder.files import copy_tree  # noqa: E402
+from ladder.pages import GROUPS, title  # noqa: E402
+from ladder.rungs import EDGES, ROOT, RUNGS, read_lines, summary, trunk  # noqa: E402
+from tests.contrast import contrast_ratio  # noqa: E402
+from tests.site_fixtures import PHONE, SPHINX, WIDE  # noqa: E402
+from tests.site_pages import (  # noqa: E402
+    NEW,
+    OLD,
+    PAIR,
+    PAIRS,
+    TWO_FRAMES,
+    Page,
+    check_barriers,
+    url_of,
+)
+from website import preview  # noqa: E402
+from website.preview import chunks  # noqa: E402
 
 pytestmark = pytest.mark.waits  # for a browser
 
@@ -36,6 +62,8 @@ def test_a_wrong_marker_ends_the_build_with_one_line(tmp_path):
 
 def test_every_link_leads_somewhere(pages, site):
     for name, page in pages.items():
+        if name == "404.html":  # its links begin at the site's address
+            continue
         for link in page.links:
             url = urlsplit(urljoin(name, link))
             if url.scheme:
@@ -47,7 +75,8 @@ def test_every_link_leads_somewhere(pages, site):
 
 
 def test_nothing_is_loaded_from_elsewhere(pages, site):
-    loads = [(name, x) for name, page in pages.items() for x in page.loads]
+    there = [(name, page) for name, page in pages.items() if name != "404.html"]
+    loads = [(name, x) for name, page in there for x in page.loads]
     assert loads
     for name, load in loads:
         path = urlsplit(load).path
@@ -58,25 +87,176 @@ def test_nothing_is_loaded_from_elsewhere(pages, site):
         assert "url(//" not in path.read_text(), path
 
 
-def test_every_chapter_is_in_the_sidebar_in_order(pages):
-    names = [x.stem for x in (ROOT / "docs").glob("*.md")]
-    numbered = sorted(x for x in names if x[0].isdigit())
-    order = [*numbered, *sorted(set(names) - set(numbered)), "side_by_side/index"]
-    links = [x for x in pages["search.html"].links if not x.startswith(("#", "http"))]
-    assert links[-len(order) :] == [f"{x}.html" for x in order]
+def soup(site, name):
+    return BeautifulSoup((site / name).read_text(), "html.parser")
+
+
+def test_the_sidebar_has_every_page_in_its_group_by_its_own_name(site):
+    """Its first heading: on the page, in its title and in the sidebar."""
+    tree = soup(site, "search.html").find(class_="sidebar-tree")
+    first, *lists = tree.find_all("ul")
+    top = [x["href"] for x in first.find_all("a")]
+    assert top == ["index.html", "side_by_side/index.html"]
+    captions = [x.get_text() for x in tree.find_all(class_="caption")]
+    shown = [[(x["href"], x.get_text()) for x in y.find_all("a")] for y in lists]
+    named = [[(f"{x}.html", title(x)) for x in names] for names in GROUPS.values()]
+    assert dict(zip(captions, shown, strict=True)) == dict(
+        zip(GROUPS, named, strict=True)
+    )
+    assert sorted(sum(GROUPS.values(), [])) == sorted(
+        x.stem for x in (ROOT / "docs").glob("*.md")
+    )
+    assert first.find_all("a")[1].get_text() == soup(site, top[1]).h1.get_text()
+    for names in GROUPS.values():
+        for name in names:
+            page = soup(site, f"{name}.html")
+            assert page.h1.find(string=True, recursive=False) == title(name)
+            assert page.title.get_text().startswith(f"{title(name)} - ")
+
+
+def test_the_start_page_shows_what_the_repository_has(site):
+    page = soup(site, "index.html").find("article")
+    lines = read_lines("README.md")
+    assert page.h1.get_text() == lines[0].removeprefix("# ")
+    plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", " ".join(lines))
+    assert " ".join(page.find(class_="promise").get_text().split()) in plain
+    commands = page.find(class_="highlight-sh").get_text()
+    assert commands.strip() in "\n".join(lines)
+    links = [(x["href"], x.get_text()) for x in page.find_all("a")]
+    for parent, child in EDGES:
+        size = len(changed_lines(parent, child))
+        assert (url_of(parent, child), f"{size} changed lines") in links
+    texts = [" ".join(x.get_text().split()) for x in page.find_all("li")]
+    for name in RUNGS:
+        short, what = name.removeprefix("variants/"), summary(name)
+        assert any(short in x and what in x for x in texts), name
+    main = page.find(class_="primary")
+    assert (main["href"], main.get_text()) == (
+        "side_by_side/index.html",
+        "Compare any two",
+    )
+    assert {"0_intro.html", "convert_your_script.html", "it_hangs.html"} <= {
+        x for x, _ in links
+    }
+
+
+def test_the_start_page_shows_changes_as_the_diff_has_them(site):
+    shown = soup(site, "index.html").find_all(class_="change")
+    there = {
+        textwrap.dedent("\n".join(y[1:] for y in x.lines)) for x in hunks(OLD, NEW)
+    }
+    signs = {"".join(y[0] for y in x.lines) for x in hunks(OLD, NEW)}
+    assert len(shown) > 2
+    for change in shown:
+        lines = change.find("pre").get_text().strip("\n").split("\n")
+        assert "\n".join(x[1:] for x in lines) in there
+        assert "".join(x[0] for x in lines) in signs
+        page, _, anchor = change.find("a")["href"].partition("#")
+        heading = soup(site, page).find(id=anchor).find(["h2", "h3"])
+        assert change.find("a").get_text() == heading.find(string=True, recursive=False)
+
+
+def test_a_link_to_a_test_leads_to_its_lines(site):
+    found = 0
+    for name in sum(GROUPS.values(), []):
+        for link in soup(site, f"{name}.html").select(
+            'article a[href^="source/tests/"]'
+        ):
+            text = link.get_text()
+            if not text.startswith("test_"):
+                continue
+            page, _, anchor = link["href"].partition("#")
+            file = page.removeprefix("source/").removesuffix(".html")
+            number = int(anchor.removeprefix("L"))
+            assert f"def {text}(" in read_lines(file)[number - 1], f"{name}: {text}"
+            found += 1
+    assert found > 50
+
+
+def png_notes(data):
+    return dict(x.split(b"\0", 1) for kind, x in chunks(data) if kind == b"tEXt")
+
+
+def test_the_preview_is_the_picture_of_this_ladder():
+    """If this fails: python -m website.preview"""
+    data = preview.FILE.read_bytes()
+    assert png_notes(data)[b"Source"].decode() == preview.digest()
+    assert struct.unpack(">II", data[16:24]) == (1200, 630)
+    assert len(data) < 150_000
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The site as the workflow builds it, which knows the addresses."""
+    folder = tmp_path_factory.mktemp("published")
+    options = ["-d", folder / "doctrees", "docs", folder / "html"]
+    known = {"SITE_URL": SITE_URL, "REPOSITORY_URL": "https://example.org/one/name"}
+    command = [*SPHINX, *options]
+    subprocess.run(command, cwd=ROOT, env=os.environ | known, check=True)
+    return folder / "html"
+
+
+SITE_URL = "https://example.org/some/where"
+
+
+def meta(page):
+    tags = page.find_all("meta")
+    return {x.get("property") or x.get("name"): x.get("content") for x in tags}
+
+
+def test_a_published_page_says_what_a_link_to_it_shows(published):
+    for name in ("index.html", "2_multigpu.html", PAIR):
+        page = soup(published, name)
+        tags = meta(page)
+        assert tags["og:title"] == re.sub("¶", "", page.h1.get_text()) or name == PAIR
+        assert tags["og:url"] == f"{SITE_URL}/{name}"
+        assert 40 < len(tags["og:description"]) <= 200
+        assert tags["og:description"] == tags["description"]
+        picture = tags["og:image"].removeprefix(f"{SITE_URL}/")
+        assert (published / picture).read_bytes() == preview.FILE.read_bytes()
+    described = {
+        meta(soup(published, f"{x}.html"))["description"] for x in GROUPS["Learn"]
+    }
+    assert len(described) > 3
+
+
+def test_an_unpublished_page_names_no_address_that_it_does_not_have(site):
+    tags = meta(soup(site, "index.html"))
+    assert "og:image" not in tags and "og:url" not in tags
+    assert tags["og:title"] and tags["description"]
+
+
+def test_a_published_start_page_has_the_whole_clone_line(published):
+    commands = soup(published, "index.html").find(class_="highlight-sh").get_text()
+    assert commands.startswith("git clone https://example.org/one/name\ncd name\n")
+
+
+def test_the_page_for_wrong_addresses_has_links_from_the_sites_own_address(published):
+    page = Page(published / "404.html")
+    paths = [urlsplit(x).path for x in page.links + page.loads if x[0] != "#"]
+    own = [x for x in paths if x.startswith("/some/where/")]
+    assert len(own) > 20
+    assert {x for x in paths if x not in own} <= {"/pradyunsg/furo"}
+    for path in own:
+        assert (published / path.removeprefix("/some/where/")).is_file(), path
 
 
 # In a browser
 
-KINDS = ["0_intro.html", "2_multigpu.html", PAIR, "side_by_side/index.html"]
-KINDS += [f"source/{NEW}.html", "search.html"]
+KINDS = [
+    "index.html",
+    "0_intro.html",
+    "2_multigpu.html",
+    PAIR,
+    "side_by_side/index.html",
+]
+KINDS += [f"source/{NEW}.html", "search.html", "what_is_proven.html"]
 
 
 def test_every_other_page_loads_without_errors(pages, visit, address):
     tab = visit("index.html")
-    tab.wait_for_url("**/0_intro.html")
     for name in pages:
-        if name not in ("index.html", *map(url_of, *zip(*PAIRS, strict=True))):
+        if name not in map(url_of, *zip(*PAIRS, strict=True)):
             assert tab.goto(address + name).ok
 
 
@@ -128,3 +308,338 @@ def test_the_drawer_opens_by_key(visit):
     tab.keyboard.press("Escape")
     tab.wait_for_function("!document.getElementById('__navigation').checked")
     assert label.get_attribute("aria-expanded") == "false"
+
+
+def test_a_wrong_address_is_answered_from_any_depth(visit, address, browser):
+    tab = browser.new_page()
+    failed = []
+    tab.on("requestfailed", lambda x: failed.append(x.url))
+    tab.on("response", lambda x: x.status == 404 and failed.append(x.url))
+    wrong = f"{address}one/two/three.html"
+    tab.goto(wrong, wait_until="networkidle")
+    assert failed == [wrong]
+    tab.get_by_role("link", name="The start page").click()
+    assert tab.url == f"{address}index.html"
+    tab.close()
+
+
+def test_the_start_page_weighs_little(browser, address):
+    """All that it loads, without compression: the same as before it had a ladder."""
+    tab, sizes = browser.new_page(), {}
+    tab.on("response", lambda x: sizes.update({x.url: len(x.body())}))
+    tab.goto(f"{address}index.html", wait_until="networkidle")
+    tab.close()
+    print(f"{sum(sizes.values())} bytes in {len(sizes)} files")
+    assert len(sizes) > 3
+    assert sum(sizes.values()) < 131_000
+
+
+def test_a_phone_shows_the_ladder_as_cards(visit):
+    tab = visit("index.html")
+
+    def boxes():
+        return [x.bounding_box() for x in tab.locator(".ladder div").all()]
+
+    wide = boxes()
+    tops = [x["y"] for x in wide]
+    assert tops == sorted(tops, reverse=True) and len(set(tops)) == len(trunk())
+    assert len({round(x["y"] + x["height"]) for x in wide}) == 1
+    for edge in tab.locator(".edge").all():
+        assert edge.bounding_box()["height"] >= 24
+    tab.set_viewport_size(PHONE)
+    cards = boxes()
+    assert len({x["x"] for x in cards}) == 1
+    for one, other in itertools.pairwise(cards):
+        assert one["y"] + one["height"] <= other["y"]
+
+
+# Copy buttons
+
+
+def typed(block):
+    """What somebody types to get what the block shows."""
+    lines = block.removesuffix("\n").split("\n")
+    if not any(x.startswith("$ ") for x in lines):
+        return "\n".join(lines)
+    found, goes_on = [], False
+    for line in lines:
+        if goes_on or line.startswith("$ "):
+            found.append(line.removeprefix("$ ") if not goes_on else line)
+            goes_on = line.endswith("\\")
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("url", ["index.html", "2_multigpu.html", "it_hangs.html"])
+def test_a_button_copies_the_commands_alone(visit, url):
+    tab = visit(url)
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    kinds = [f".highlight-{x} pre" for x in ("sh", "python", "console")]
+    blocks = tab.locator(", ".join(f"article {x}" for x in kinds))
+    buttons = 0
+    for i in range(blocks.count()):
+        block = blocks.nth(i)
+        button = block.locator("xpath=following-sibling::button")
+        text = block.inner_text()
+        console = block.locator("xpath=ancestor::*[contains(@class,'console')]")
+        if console.count() and not re.search("^[$] ", text, re.M):
+            assert not button.count()
+            continue
+        button.press("Enter")
+        assert tab.evaluate("navigator.clipboard.readText()") == typed(text)
+        buttons += 1
+    assert buttons
+    assert tab.locator(".copybtn").count() == buttons
+
+
+def test_a_button_that_copies_is_seen_when_it_has_the_focus(visit):
+    tab = visit("2_multigpu.html")
+    button = tab.locator(".copybtn").first
+    button.focus()
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Tab")
+    tab.wait_for_function("getComputedStyle(document.activeElement).opacity == 1")
+    assert button.evaluate("x => x === document.activeElement")
+    assert outline(button) >= 2
+
+
+def outline(element):
+    """The width of the line around it, in pixels."""
+    return element.evaluate(
+        "x => getComputedStyle(x).outlineStyle === 'none' ? 0 :"
+        " parseFloat(getComputedStyle(x).outlineWidth)"
+    )
+
+
+# Search
+
+
+def look_for(tab, text):
+    """Type it into the sidebar's field; the results' (title, kind, [address])."""
+    tab.locator(".sidebar-search").fill(text)
+    tab.locator(".found [role=status]", has_text=re.compile("ound")).wait_for()
+    tab.wait_for_timeout(400)
+    items = tab.locator(".found ol > li").all()
+    return [
+        (
+            item.locator("a").first.inner_text(),
+            item.locator(".kind").inner_text(),
+            [x.get_attribute("href") for x in item.locator("a").all()],
+        )
+        for item in items
+    ]
+
+
+def test_search_finds_sections_files_and_diffs(visit, pages):
+    tab = visit("source/multigpu.py.html")  # from any depth
+    found = look_for(tab, "set_epoch")
+    assert {kind for _, kind, _ in found} == {"Page", "File", "Diff"}
+    assert found[0][1] == "Page"
+    assert title("2_multigpu") in [name for name, *_ in found]
+    links = [urlsplit(x) for *_, hrefs in found for x in hrefs]
+    for link in links:
+        page = link.path.removeprefix("/")
+        assert page in pages
+        assert not link.fragment or link.fragment in pages[page].ids, link.geturl()
+    by_kind = {kind: urls for _, kind, urls in reversed(found)}
+    assert all("#" in urls[1] for urls in by_kind.values())
+    tab.locator(".found a", has_text="Change").first.click()
+    tab.wait_for_url("**/side_by_side/*#hunk-*")
+
+
+def test_search_finds_names_inside_code(visit):
+    """`dist.destroy_process_group()` by its second word, and by a part of that."""
+    tab = visit("index.html")
+    for text in ("destroy_process_group", "destroy"):
+        assert title("2_multigpu") in [name for name, *_ in look_for(tab, text)], text
+    shown = tab.locator(".found").inner_text()
+    assert "dist.destroy_process_group()" in shown
+    assert "\u2063" not in shown
+
+
+def test_search_loads_nothing_before_it_is_used(browser, address):
+    tab, asked = browser.new_page(), []
+    tab.on("request", lambda x: asked.append(x.url))
+    tab.goto(f"{address}index.html", wait_until="networkidle")
+    assert not [x for x in asked if "search" in x or "pagefind" in x]
+    tab.keyboard.press("/")
+    tab.keyboard.type("hang")
+    tab.locator(".found a").first.wait_for()
+    assert [x for x in asked if "pagefind" in x]
+    tab.close()
+
+
+def test_search_goes_by_keys_and_its_focus_is_seen(visit):
+    tab = visit("index.html")
+    tab.keyboard.press("/")
+    field = tab.locator(".sidebar-search")
+    assert field.evaluate("x => x === document.activeElement")
+    assert outline(field) >= 2
+    tab.keyboard.type("hang")
+    first = tab.locator(".found a").first
+    first.wait_for()
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.closest('.found') !== null")
+    assert outline(tab.locator(":focus")) >= 2
+    check_barriers(tab)
+
+
+def test_escape_closes_what_was_found(visit):
+    tab = visit("index.html")
+    assert look_for(tab, "hang")
+    tab.locator(".found a").first.focus()
+    tab.keyboard.press("Escape")
+    assert not tab.locator(".found").is_visible()
+    assert tab.locator(".sidebar-search").evaluate("x => x === document.activeElement")
+
+
+def test_the_search_page_shows_what_its_address_asks_for(visit):
+    tab = visit("search.html?q=set_epoch")
+    tab.locator("#search-results a", has_text=title("2_multigpu")).first.wait_for()
+    tab.locator(".search input").fill("")
+    tab.locator("#search-results ol:empty").wait_for(state="attached")
+
+
+def test_a_page_opened_from_a_file_searches_the_chapters(browser, site):
+    tab = browser.new_page()
+    tab.goto(f"{(site / 'search.html').as_uri()}?q=hangs")
+    tab.locator("#search-results a", has_text=title("it_hangs")).first.wait_for()
+    tab.close()
+
+
+def test_without_javascript_the_search_says_so(visit):
+    tab = visit("search.html", java_script_enabled=False)
+    assert tab.get_by_text("The search needs JavaScript").is_visible()
+    assert not tab.locator(".search form").is_visible()
+
+
+# The theme
+
+
+def pixel(tab, element, x=20, y=4):
+    """The colour of a point of an element, as it is on the screen."""
+    box = element.bounding_box()
+    clip = {"x": box["x"] + x, "y": box["y"] + y, "width": 1, "height": 1}
+    png = tab.screenshot(clip=clip)
+    data = b"".join(x for kind, x in chunks(png) if kind == b"IDAT")
+    return tuple(zlib.decompress(data)[1:4])
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+def test_pictures_follow_the_switch(visit, system):
+    """And not the system's colours, where somebody has chosen others."""
+    tab = visit("theory.html", color_scheme=system)
+    picture = tab.locator("article p > img").first
+    picture.scroll_into_view_if_needed()
+    seen = {}
+    for _ in range(3):
+        tab.locator(".theme-toggle-content button").evaluate("x => x.click()")
+        theme = tab.locator("body").get_attribute("data-theme")
+        tab.evaluate(TWO_FRAMES)
+        seen[theme] = sum(pixel(tab, picture)) > 3 * 128
+    assert seen == {"light": True, "dark": False, "auto": system == "light"}
+
+
+def test_a_link_within_a_page_jumps_and_back_finds_the_place(visit):
+    tab = visit("2_multigpu.html")
+    assert (
+        tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior")
+        == "auto"
+    )
+    tab.evaluate("scrollTo(0, 700)")
+    tab.evaluate(TWO_FRAMES)
+    link = tab.locator(".toc-drawer a").last
+    link.evaluate("x => x.click()")
+    assert tab.evaluate("scrollY") > 2000
+    tab.go_back()
+    assert tab.evaluate("scrollY") == 700
+
+
+def test_tables_fit_on_a_desktop(visit, address):
+    tab = visit("index.html")
+    for name in sum(GROUPS.values(), []):
+        tab.goto(f"{address}{name}.html")
+        too_wide = tab.evaluate(
+            "[...document.querySelectorAll('.table-wrapper')].filter((x) =>"
+            " x.scrollWidth > x.clientWidth).map((x) => x.innerText.slice(0, 60))"
+        )
+        assert not too_wide, name
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_code_is_large_enough_to_read(visit, address, viewport):
+    tab = visit("index.html", viewport=viewport)
+    for name in sum(GROUPS.values(), ["index"]):
+        tab.goto(f"{address}{name}.html")
+        sizes = tab.evaluate(
+            "[...document.querySelectorAll('article :is(pre, pre *, code)')]"
+            ".map((x) => parseFloat(getComputedStyle(x).fontSize))"
+        )
+        assert min(sizes, default=12) >= 12, name
+
+
+GROUNDS = ["#ffffff", "#f8f9fb", "#efeff4"], ["#131416", "#1a1c1e", "#1e2124"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_brand_can_be_read_on_every_ground(scheme):
+    conf = runpy.run_path(str(ROOT / "website" / "conf.py"))
+    colours = conf["html_theme_options"][f"{scheme}_css_variables"]
+    own = [colours[f"color-step-{i}"] for i in (1, 2, 3)] + [colours["color-bar"]]
+    for kind in ("primary", "content", "visited"):
+        ink = channels(colours[f"color-brand-{kind}"])
+        for ground in GROUNDS[scheme == "dark"] + own:
+            assert contrast_ratio(ink, channels(ground)) >= 4.5, (kind, ground)
+
+
+def channels(colour):
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def test_a_phone_says_that_a_picture_scrolls(visit):
+    tab = visit("theory.html", viewport=PHONE)
+    box = tab.locator("article p:has(> img)").first
+    said = "x => getComputedStyle(x, '::before').content"
+    assert "scrolls" in box.evaluate(said)
+    assert box.evaluate("x => x.scrollWidth > x.clientWidth")
+    tab.set_viewport_size(WIDE)
+    assert box.evaluate(said) == "none"
+    assert box.evaluate("x => x.scrollWidth <= x.clientWidth")
+
+
+def test_print_is_for_a4_and_keeps_blocks_together(visit, site):
+    tab = visit("2_multigpu.html", color_scheme="dark")
+    tab.emulate_media(media="print")
+    for part in (".sidebar-drawer", ".copybtn", ".theme-toggle", ".related-pages"):
+        assert not tab.locator(f"{part} >> nth=0").is_visible(), part
+    assert tab.evaluate("getComputedStyle(document.body).colorScheme") == "light"
+    inside = "x => getComputedStyle(x).breakInside"
+    assert tab.locator("article pre").first.evaluate(inside) == "avoid"
+    data = tab.pdf(prefer_css_page_size=True)
+    (width, height), *_ = re.findall(rb"/MediaBox ?\[0 0 ([\d.]+) ([\d.]+)\]", data)
+    assert (round(float(width)), round(float(height))) == (595, 842)  # A4 in points
+
+
+BROKEN_WORDS = """() => {
+    const broken = [], range = document.createRange();
+    for (const pre of document.querySelectorAll(".highlight-diff pre")) {
+        const walker = document.createTreeWalker(pre, NodeFilter.SHOW_TEXT);
+        for (let text; (text = walker.nextNode()); )
+            for (const word of text.data.matchAll(/\\w+/g)) {
+                range.setStart(text, word.index);
+                range.setEnd(text, word.index + word[0].length);
+                const tops = [...range.getClientRects()].map((x) => x.top);
+                if (new Set(tops).size > 1) broken.push(word[0]);
+            }
+    }
+    return broken;
+}"""
+
+
+@pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])
+def test_a_phone_wraps_diffs_but_not_inside_words(visit, url):
+    tab = visit(url, viewport=PHONE)
+    lines = tab.locator(".highlight-diff pre").evaluate_all(
+        "all => all.filter((x) => x.scrollWidth > x.clientWidth).length"
+    )
+    assert lines == 0
+    assert tab.evaluate(BROKEN_WORDS) == []

@@ -6,7 +6,9 @@ repository that a chapter links to.
 """
 
 import html
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 from docutils import nodes
@@ -14,8 +16,10 @@ from sphinx import addnodes
 
 from ladder import pages
 from ladder.diffs import changed_lines, hunks
-from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry
+from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
+from website import search
 from website.explain import Explainer, once
+from website.home import home, readme
 from website.side_by_side import (
     explain,
     page_of,
@@ -41,7 +45,7 @@ def read_all(app, env, docnames):
 
 
 def add_links(app, docname, source):
-    """Below each diff and table, links to its pairs; on the first page, a menu."""
+    """Below each diff and table, links to its pairs; on the first page, the sidebar."""
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
     blocks = [block for block in page.blocks if block.kind in ("diff", "rungs")]
@@ -53,8 +57,10 @@ def add_links(app, docname, source):
         text = f'<p class="beside">Side by side: {links}</p>'
         lines[block.end + 1 : block.end + 1] = ["", text, ""]
     if docname == app.config.root_doc:
-        others = sorted(app.env.found_docs - {docname}, key=reading_order)
-        lines += ["", "```{toctree}", ":hidden:", "", "self", *others, "```"]
+        for group, names in pages.GROUPS.items():
+            names = ["self" if name == docname else name for name in names]
+            lines += ["", "```{toctree}", ":hidden:", f":caption: {group}", ""]
+            lines += [*names, "```"]
     source[0] = "\n".join(lines) + "\n"
 
 
@@ -74,12 +80,6 @@ def beside(block):
     return changes or links  # without hunks, the block is the whole diff
 
 
-def reading_order(docname):
-    """The numbered chapters by their number, then the others by their name."""
-    number = docname.split("_")[0]
-    return (0, int(number), "") if number.isdigit() else (1, 0, docname)
-
-
 def link_files(app, doctree):
     """A link to a file of the repository leads to a page of the site that shows it."""
     shown = app.env.metadata[app.env.docname]["files"] = []
@@ -94,10 +94,40 @@ def link_files(app, doctree):
         path = Path(app.srcdir, target).resolve()
         name = str(path.relative_to(ROOT))
         shown.append(name)
-        link = nodes.reference(
-            "", "", *node.children, refuri=f"{source_page(name)}.html"
-        )
-        node.replace_self(link)
+        url = f"{source_page(name)}.html"
+        parts, line = node.children, line_of(name, node.astext())
+        if line:
+            url += f"#L{line}"
+            if not any(isinstance(x, nodes.literal) for x in parts):
+                parts = breakable(node.astext())
+        node.replace_self(nodes.reference("", "", *parts, refuri=url))
+
+
+def line_of(name, text):
+    """The line of the function or class of this name in a Python file, or None."""
+    if name.endswith(".py") and text.isidentifier():
+        for number, line in enumerate(read_lines(name), 1):
+            if re.match(rf"(?:async )?(?:def|class) {text}\b", line):
+                return number
+    return None
+
+
+def breakable(text):
+    """The name as nodes; a line may break after each of its underscores."""
+    found = []
+    for piece in re.findall("_*[^_]+_?|_+", text):
+        found += [nodes.Text(piece), nodes.raw("", "<wbr>", format="html")]
+    return found[:-1]
+
+
+def mark_outputs(app, doctree):
+    """Output that shows no command gets no button to copy a command."""
+    for node in doctree.findall(nodes.literal_block):
+        lines = node.astext().splitlines()
+        if node.get("language") == "console" and not any(
+            line.startswith(app.config.copybutton_prompt_text) for line in lines
+        ):
+            node["classes"].append("output")
 
 
 def source_page(name):
@@ -106,7 +136,6 @@ def source_page(name):
 
 def make_pages(app):
     """The pages that are not made from Markdown."""
-    yield "index", {"start": app.config.root_doc}, "redirect.html"
     explained = pages.explanations()
     rungs = sorted(RUNGS, key=ancestry)
     common = {
@@ -116,12 +145,18 @@ def make_pages(app):
         "page_of": page_of,
         "source": source_page,
     }
+    start = home(
+        explained,
+        lambda *code: break_long_code(app.builder.highlighter.highlight_block(*code)),
+        app.config.repository_url,
+    )
+    yield "index", common | start, "home.html"
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     metadata = app.env.metadata.values()
-    in_chapters = [pair for data in metadata for pair in data["pairs"]]
+    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
     pairs = list(dict.fromkeys([*pairs, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
-    table = {"title": "Side by side", "sizes": sizes}
+    table = {"title": "Compare any two", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
     explainer = Explainer(app)
     for old, new in pairs:
@@ -140,9 +175,10 @@ def make_pages(app):
             "explained": any(whys.values()),
         }
         yield page_of(old, new), context, "side_by_side.html"
-    linked = {name for data in metadata for name in data["files"]}
+    linked = {name for data in metadata for name in data.get("files", [])}
     shown = linked.union(*pairs)
-    for name in sorted(shown):
+    app.env.site_pairs, app.env.site_files = pairs, sorted(shown)
+    for name in app.env.site_files:
         context = common | {
             "title": name,
             "parent": RUNGS.get(name),
@@ -151,18 +187,108 @@ def make_pages(app):
         yield source_page(name), context, "source.html"
 
 
+def break_long_code(text):
+    """On a phone, diffs wrap: before an attribute or an argument, not inside a word."""
+    return re.sub(
+        r"(<[^>]*>)|([.(\[=_/])(?=\w)",
+        lambda found: found[1] or f"{found[2]}<wbr>",
+        text,
+    )
+
+
+def previews(app, pagename, context, doctree):
+    """What a link to the page shows where it is shared, and under it in a search."""
+    texts = doctree.findall(nodes.paragraph) if doctree else ()
+    text = next((x.astext() for x in texts), "") or readme()[1]
+    text = " ".join(re.sub("<[^>]*>", "", text).split())
+    tags = {
+        "description": textwrap.shorten(text, 200, placeholder=" ..."),
+        "og:title": re.sub("<[^>]*>", "", context.get("title", app.config.project)),
+        "og:site_name": app.config.project,
+        "og:type": "website",
+        "og:image": "_static/preview.png",
+        "og:image:alt": "The three scripts as steps, with the lines that change",
+        "twitter:card": "summary_large_image",
+    }
+    tags["og:description"] = tags["description"]
+    base = app.config.html_baseurl.rstrip("/")
+    if base:
+        tags["og:url"] = f"{base}/{app.builder.get_target_uri(pagename)}"
+        tags["og:image"] = f"{base}/{tags['og:image']}"
+    else:  # only an address with a host is valid: without one, better no picture
+        del tags["og:image"], tags["og:image:alt"]
+    return "".join(
+        f'<meta {"property" if ":" in key and key[:2] == "og" else "name"}="{key}" '
+        f'content="{html.escape(html.unescape(value))}">\n'
+        for key, value in tags.items()
+    )
+
+
+# Of what Sphinx and the theme load on every page: what no page uses, what only Sphinx's
+# own search does, and what only pages with commands do.
+UNUSED = ["furo-extensions.css"]
+FOR_SEARCH = ["doctools.js", "sphinx_highlight.js"]
+FOR_COPYING = ["clipboard.min.js", "copybutton.js", "copybutton.css"]
+
+
+def drop_assets(pagename, context):
+    """A page loads no file that it does not use."""
+    unused = [*UNUSED]
+    if pagename != "search":
+        unused += FOR_SEARCH
+    if pagename.startswith(("side_by_side/", "source/")) or pagename == "search":
+        unused += FOR_COPYING
+    for kind in ("script_files", "css_files"):
+        context[kind] = [
+            x for x in context[kind] if Path(x.filename or "").name not in unused
+        ]
+
+
 def add_assets(app, pagename, templatename, context, doctree):
+    if "body" in context:
+        context["body"] = re.sub(
+            '(?s)<div class="highlight-diff.*?</pre>',
+            lambda found: break_long_code(found[0]),
+            context["body"],
+        )
+    # The name of the site leads to its start page, not to the first chapter.
+    context["master_doc"] = "index"
+    context["metatags"] = context.get("metatags", "") + previews(
+        app, pagename, context, doctree
+    )
+    if pagename == "index":
+        app.add_css_file("home.css", priority=900)  # after site.css
     if pagename.startswith(("side_by_side/", "source/")):
-        app.add_css_file("side_by_side.css", priority=900)  # after site.css
+        app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+    drop_assets(pagename, context)
+
+
+def make_search(app, exception):
+    """The index of the search, when all pages are written."""
+    if exception or app.builder.name != "html":
+        return
+    documents = {}
+    for docname in app.env.found_docs:
+        page = f"{docname}.html"
+        documents[page] = search.chapter(Path(app.outdir, page))
+    for old, new in app.env.site_pairs:
+        page = f"{page_of(old, new)}.html"
+        documents[page] = search.pair(old, new, whole=RUNGS.get(new) == old)
+    for name in app.env.site_files:
+        documents[f"{source_page(name)}.html"] = search.file(name)
+    search.write_index(app.outdir, documents)
 
 
 def setup(app):
+    app.add_config_value("repository_url", "", "html")
     app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
     app.connect("source-read", add_links)
     # Before Sphinx copies the files that are linked to (500).
     app.connect("doctree-read", link_files, priority=400)
+    app.connect("doctree-read", mark_outputs)
     app.connect("html-collect-pages", make_pages)
     app.connect("html-page-context", add_assets)
+    app.connect("build-finished", make_search)
     return {"parallel_read_safe": True}

@@ -4,8 +4,9 @@
     python -m website.pictures --check    change nothing, and fail if one is stale
     python -m website.pictures --trace    measure anew for overlap.svg, then draw
 
-overlap.svg shows docs/pictures/overlap.json: one step of multigpu.py, as the profiler
-saw it. Exit status 1: a picture differs from what this script draws.
+ladder.svg shows the rungs and how many lines change between them. overlap.svg shows
+docs/pictures/overlap.json: one step of multigpu.py, as the profiler saw it. Exit
+status 1: a picture differs from what this script draws.
 """
 
 import argparse
@@ -14,13 +15,15 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import torch
 
 from benchmarks.report import cpu_model
-from ladder.rungs import ROOT
+from ladder.diffs import changed_lines
+from ladder.rungs import ROOT, RUNGS, ancestry, summary, trunk, variants
 from proofs.launch import plant, train
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -120,6 +123,7 @@ def common(some, others):
 
 # Drawing
 
+CODE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"ink": ("#1f2328", "#e6edf3"), "soft": ("#454d56", "#bcc5ce")}
 FILL = {
@@ -143,6 +147,7 @@ def style():
 
     return (
         f"text{{font:13px {FONT}}}.b{{font-weight:700}}.s{{font-size:12px}}"
+        f".c{{font-family:{CODE}}}.n{{font-size:26px;font-weight:700}}"
         ".h{font-size:16px;font-weight:700}.mid{text-anchor:middle}"
         ".right{text-anchor:end}.line{fill:none;stroke-width:1.5}"
         ".thick{stroke-width:2.5}.dash{stroke-dasharray:4 4}"
@@ -184,6 +189,10 @@ class Svg:
         text = escape(text)
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{name}">{text}</text>')
 
+    def lines(self, x, y, pitch, texts, name="ink"):
+        for i, text in enumerate(texts):
+            self.text(x, y + pitch * i, text, name)
+
     def line(self, path, name="edge line"):
         self.parts.append(f'<path class="{name}" d="{path}"/>')
 
@@ -195,6 +204,71 @@ class Svg:
 
     def done(self):
         return "\n".join([*self.parts, "</svg>\n"])
+
+
+# The ladder
+
+STEP, LEAF = (248, 80), (248, 84)  # the width and the least height of a box
+COLUMN, RISE, STEPS_TOP = 256, 56, 54
+STEP_COLOURS = ["plain", "blue", "green"]
+
+
+def ladder():
+    return draw_ladder(cards_of(trunk()), cards_of(variants()), step_of())
+
+
+def cards_of(names):
+    """[(name, what it does, parent, changed lines)] of these rungs."""
+    return [
+        (name, summary(name), parent, len(changed_lines(parent, name)) if parent else 0)
+        for name, parent in ((name, RUNGS[name]) for name in names)
+    ]
+
+
+def step_of():
+    """{name: the number of the step of the trunk that the rung stands on}."""
+    order = trunk()
+    return {
+        name: max(order.index(x) for x in ancestry(name) if x in order)
+        for name in RUNGS
+    }
+
+
+def draw_ladder(steps, leaves, step_of):
+    """steps, leaves: as `cards_of` has them; step_of: as `step_of()`."""
+    said = [
+        f"{name}: {what}" + (f". {size} lines differ from {parent}" if parent else "")
+        for name, what, parent, size in [*steps, *leaves]
+    ]
+    desc = "Steps that go up, one for each script, and below them the variants. "
+    floor = STEPS_TOP + RISE * (len(steps) - 1) + STEP[1]
+    rows = -(-len(leaves) // 3)
+    height = floor + (46 + (LEAF[1] + 8) * rows if leaves else 0) + 12
+    title = "Each script is the one before it with a few lines changed"
+    svg = Svg(height, title, desc + ". ".join(said) + ".")
+    for i, (name, what, _, size) in enumerate(steps):
+        x, y = 20 + COLUMN * i, STEPS_TOP + RISE * (len(steps) - 1 - i)
+        svg.rect(x, y, STEP[0], floor - y, f"{STEP_COLOURS[i]} edge", rx=4)
+        svg.text(x + 14, y + 26, name, "ink h c")
+        svg.lines(x + 14, y + 48, 17, textwrap.wrap(what, 31))
+        if size:
+            left, arrow = x - COLUMN + 190, y + 22
+            svg.line(f"M{left} {y + RISE - 3}V{arrow}H{x - 7}", "strong line thick")
+            head = f"M{x - 13} {arrow - 6}L{x - 6} {arrow}L{x - 13} {arrow + 6}"
+            svg.line(head, "strong line thick")
+            svg.text(left - 10, y + 28, str(size), "ink right n")
+            svg.text(left - 10, y + 45, "changed lines", "ink right s")
+    if leaves:
+        note = "Variants: each adds one idea to the script that it names."
+        svg.text(20, floor + 28, note, "ink b")
+    for i, (name, what, parent, size) in enumerate(leaves):
+        x, y = 20 + COLUMN * (i % 3), floor + 40 + (LEAF[1] + 8) * (i // 3)
+        svg.rect(x, y, *LEAF, f"{STEP_COLOURS[step_of[name]]} edge", rx=4)
+        svg.text(x + 12, y + 21, name.removeprefix("variants/"), "ink b c")
+        svg.lines(x + 12, y + 39, 15, textwrap.wrap(what, 35)[:2], "ink s")
+        parent = parent.removeprefix("variants/")
+        svg.text(x + 12, y + 74, f"{size} changed lines from {parent}", "soft s")
+    return svg.done()
 
 
 # The ring
@@ -441,7 +515,12 @@ def overlap():
     return svg.done()
 
 
-PICTURES = {"ring.svg": ring, "memory.svg": memory, "overlap.svg": overlap}
+PICTURES = {
+    "ladder.svg": ladder,
+    "ring.svg": ring,
+    "memory.svg": memory,
+    "overlap.svg": overlap,
+}
 
 
 def main(argv=None):

@@ -49,3 +49,57 @@ const reach = new ResizeObserver((entries) => {
 });
 const wide = "article pre, article .table-wrapper, article p:has(> img)";
 for (const box of all(wide)) reach.observe(box);
+
+// The search is loaded when it is first used. A page that is opened from a file cannot
+// load Pagefind: there, the search page has Sphinx's own search, which knows the chapters.
+const content = new URL(document.documentElement.dataset.content_root, location.href);
+const served = location.protocol !== "file:";
+
+async function searchIn(field, box) {
+  const { attach } = await import(new URL("_static/search.js", content).href);
+  attach(field, box);
+}
+
+const side = document.querySelector(".sidebar-search");
+if (side && served) {
+  // The box is fixed, and stands where this place is: below the field.
+  const place = document.createElement("div");
+  const box = place.appendChild(document.createElement("div"));
+  box.className = "found";
+  box.hidden = true;
+  side.form.after(place);
+  side.autocomplete = "off";
+  side.addEventListener("focus", () => searchIn(side, box), { once: true });
+  side.addEventListener("focus", () => (box.hidden = !side.value.trim()));
+  addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || box.hidden) return;
+    side.focus();
+    box.hidden = true;
+  });
+  const leave = ({ target }) => (box.hidden ||= target !== side && !box.contains(target));
+  addEventListener("click", leave);
+  addEventListener("focusin", leave);
+}
+
+const large = document.querySelector(".search input");
+if (large) {
+  large.value = new URLSearchParams(location.search).get("q") ?? "";
+  const box = document.getElementById("search-results");
+  if (served) searchIn(large, box);
+  else
+    for (const name of ["_static/searchtools", "_static/language_data", "searchindex"]) {
+      const script = document.createElement("script");
+      script.src = new URL(`${name}.js`, content);
+      script.async = false;
+      document.head.append(script);
+    }
+}
+
+addEventListener("keydown", (event) => {
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest?.("input, textarea, select, [contenteditable]")) return;
+  event.preventDefault();
+  const field = large ?? side;
+  if (field?.checkVisibility({ visibilityProperty: true })) field.focus();
+  else location.href = new URL("search.html", content);
+});
