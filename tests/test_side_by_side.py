@@ -86,6 +86,9 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
         for block in page.blocks:
             for hunk in block.hunks:
                 (why,) = pages[url_of(block.old, block.new)].hunks[hunk.number]["whys"]
+                title = why.strip().splitlines()[0]
+                assert letters(title) == letters(block.heading)
+                assert "`" not in title
                 for paragraph in paragraphs(page, block):
                     assert paragraph in letters(why), (page.name, block.heading)
                 assert f"change {hunk.number} of" not in why  # the diff itself
@@ -752,8 +755,11 @@ def test_a_long_line_on_a_phone_goes_on_below_its_own_beginning(visit):
 
 
 def test_print_is_landscape_and_explained(visit):
-    tab = visit(PAIR)
+    tab = visit(PAIR, viewport={"width": 1032, "height": 700})  # of the paper
     tab.emulate_media(media="print")
+    assert tab.locator(".same .old").first.is_visible()
+    for part in (".flip .right", ".flip .wrong"):
+        assert tab.locator(part).first.is_visible()
     for why in tab.locator(".why .reason").all():
         assert why.bounding_box()["height"] > 0
     kept = "x => getComputedStyle(x).breakInside"

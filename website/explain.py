@@ -24,7 +24,7 @@ NUMBER = rf"(?P<varies>{'|'.join(VARIES)})|\d+(?:\.\d+)?"
 
 
 class Explainer:
-    """`why(page, heading, anchor)`: what a chapter says under a heading.
+    """`why(page, anchor)`: what a chapter says under a heading.
 
     "parts" are [(class, HTML)], "lines" {(script, number)} of what its faults change.
     """
@@ -53,7 +53,7 @@ class Explainer:
         right = {x.line: right_output(parsed, x) for x in parsed.blocks}
         return doctree, blocks, shown, {x: y for x, y in right.items() if y}
 
-    def why(self, page, heading, anchor):
+    def why(self, page, anchor):
         doctree, blocks, shown, right = self.chapter(page)
         section = next(
             x for x in doctree.findall(nodes.section) if x.get("slug") == anchor
@@ -81,7 +81,7 @@ class Explainer:
                     parts.append((part, []))
                 parts[-1][1].append(self.html(page, node))
         return {
-            "heading": heading,
+            "heading": section.next_node(nodes.title).astext(),
             "link": f"../{page}.html#{anchor}",
             "chapter": self.app.env.titles[page].astext(),
             "parts": [(part, "".join(html)) for part, html in parts if html],
