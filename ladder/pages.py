@@ -214,10 +214,11 @@ def check_faults(page, block):
     """The script of the command has each text that is to be replaced just once."""
     if not block.faults:
         return
+    module = re.search(r"-m (variants\.\w+)", block.text)
     script = re.search(r"\S+\.py", block.text)
-    if not script:
+    if not module and not script:
         raise block.wrong("the command names no script to put the fault into")
-    block.script = script[0]
+    block.script = f"{module[1].replace('.', '/')}.py" if module else script[0]
     text = page.files.get(block.script) or "\n".join(read_lines(block.script))
     for old, _ in block.faults:
         if text.count(old) != 1:

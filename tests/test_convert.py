@@ -9,6 +9,7 @@ import uuid
 import pytest
 import torch
 
+from ladder.diffs import hunks
 from ladder.pages import parse
 from ladder.rungs import ROOT
 from proofs import launch
@@ -69,6 +70,20 @@ def code_of(heading):
     lines = page.lines[start:]
     lines = lines[lines.index("```python") + 1 :]
     return "\n".join(lines[: lines.index("```")])
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(("old", "new"), [(STEP1, STEP2), (STEP2, AFTER)])
+def test_the_tables_name_every_change(old, new):
+    """The guide shows a whole diff; the table below it has a row for each hunk."""
+    lines = parse(PAGE).lines
+    table = lines[lines.index(f"<!-- diff -U0 {old} {new} -->") :]
+    table = table[table.index("|---|---|") + 1 :]
+    rows = [row.split("|")[1] for row in table[: table.index("")]]
+    texts = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    there = ["\n".join(hunk.lines) for hunk in hunks(old, new)]
+    assert not [x for x in there if not any(text in x for text in texts)]
+    assert not [text for text in texts if not any(text in x for x in there)]
 
 
 @pytest.fixture(scope="module")

@@ -408,6 +408,15 @@ OUTPUT = {  # what a page holds, and what is said of it
         "$ grep -o lr=0.0, multigpu.py\nlr=0.0,\n```\n<!-- end -->\n",
         (0, ""),
     ),
+    "a fault in a module": (
+        "<!-- run with `num_workers=2` as `num_workers=0`: "
+        "grep -o num_workers=0 variants/real_*  # python -m variants.real_job -->\n"
+        "With variants/real_job.py changed: `num_workers=0` instead of `num_workers=2`."
+        "\n\n```console\n"
+        "$ grep -o num_workers=0 variants/real_*  # python -m variants.real_job\n"
+        "num_workers=0\n```\n<!-- end -->\n",
+        (0, ""),
+    ),
     "its file": (
         "<!-- file x.txt -->\n```text\n7.5\n```\n<!-- run cat x.txt -->\n"
         "```console\n$ cat x.txt\n7.5\n```\n<!-- end -->\n",

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import Backend
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_timeout
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ladder.rungs import ROOT
 from proofs import launch
@@ -24,6 +28,7 @@ HANG = "docs/hangs/hang.py"
 STACKS = ROOT / "docs/hangs/stacks.sh"
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
 
 waits = pytest.mark.waits  # for time-outs of collectives
 
@@ -95,11 +100,66 @@ def skipped(tmp_path_factory):
 
 
 def test_the_default_time_outs():
+    """NCCL's own holds only if the backend is named."""
     assert default_pg_timeout == timedelta(minutes=30)
-    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-    text = (headers / "ProcessGroupNCCL.hpp").read_text()
+    for backend in ("gloo", "undefined"):  # undefined: init_process_group got none
+        assert _get_default_timeout(Backend(backend)) == default_pg_timeout
+    text = (HEADERS / "ProcessGroupNCCL.hpp").read_text()
     (ms,) = re.findall(r"DefaultTimeout =\s+std::chrono::milliseconds\((.*)\)", text)
     assert ms == "10 * 60 * 1000"
+
+
+def test_the_flight_recorder_is_on_by_default():
+    text = (HEADERS / "FlightRecorder.hpp").read_text()
+    (size,) = re.findall(r'"TORCH_FR_BUFFER_SIZE", "\w+"}, (\d+)\);', text)
+    assert size == "2000"
+
+
+OWN, OTHER_CARD = "10.0.0.1", "10.9.9.1"  # both are addresses of this machine
+NAMES = {"node0": OWN, "node0.lan": OWN, "alias": OWN, "node0-ib": OTHER_CARD}
+HOSTS_ITSELF = {
+    "what hostname says": ("node0", OWN, True),
+    "another name for the same address": ("alias", OWN, True),
+    "the address that the own name leads to": (OWN, OWN, True),
+    "an address of another network card": (OTHER_CARD, OWN, False),
+    "a name of another network card": ("node0-ib", OWN, False),
+    "Debian's 127.0.1.1: what hostname says": ("node0", "127.0.1.1", True),
+    "Debian's 127.0.1.1: the machine's address": (OWN, "127.0.1.1", False),
+    "Debian's 127.0.1.1: the full name from DNS": ("node0.lan", "127.0.1.1", False),
+    "no own address: what hostname says": ("node0", None, True),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function: this machine is node0, and its own name leads to an address."""
+
+    def become(own_address):
+        known = NAMES | {x: x for x in NAMES.values()} | {"node0": own_address}
+
+        def getaddrinfo(host, *_args, **_kwargs):
+            if not known.get(host):
+                raise socket.gaierror
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, host, (known[host], 0))]
+
+        monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    return become
+
+
+@pytest.mark.parametrize("endpoint", HOSTS_ITSELF)
+def test_a_machine_knows_the_endpoint_by_its_own_name(machine, endpoint):
+    """Whether c10d's torchrun hosts the rendezvous if nobody sets is_host."""
+    name, own_address, expected = HOSTS_ITSELF[endpoint]
+    machine(own_address)
+    assert _matches_machine_hostname(name) is expected
+
+
+def test_without_an_address_of_its_own_a_machine_cannot_tell(machine):
+    machine(None)
+    with pytest.raises(socket.gaierror):
+        _matches_machine_hostname("alias")
 
 
 def test_a_straggler_makes_all_slow_and_is_named(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree
-from ladder.pages import explanations
+from ladder.pages import explanations, right_output
 from ladder.rungs import EDGES, RUNGS, read_lines
 from tests.contrast import contrast_ratio
 from tests.site_fixtures import PHONE, SPHINX, WIDE
@@ -68,14 +68,13 @@ def test_every_hunk_leads_to_an_explanation(pages, old, new):
 
 
 def letters(text):
-    return "".join(x for x in text if x.isalnum())
+    return "".join(x for x in text if x.isalpha())
 
 
 def paragraphs(page, block):
     """The paragraphs of a section that are not generated, as a reader sees them."""
-    text = re.sub(
-        r"^(<!--.*|#+ .*|With \S+ changed: .*)$", "", page.section(block), flags=re.M
-    )
+    made = r"^(<!--.*|#+ .*|With \S+ changed: .*)$"
+    text = re.sub(made, "", page.section(block), flags=re.M)
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     return [letters(x) for x in text.split("\n\n") if letters(x)]
 
@@ -87,9 +86,10 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
         for block in page.blocks:
             for hunk in block.hunks:
                 (why,) = pages[url_of(block.old, block.new)].hunks[hunk.number]["whys"]
+                assert why.strip().startswith(block.heading.replace("`", ""))
                 for paragraph in paragraphs(page, block):
                     assert paragraph in letters(why), (page.name, block.heading)
-                assert f"change{hunk.number}of" not in letters(why)  # the diff itself
+                assert f"change {hunk.number} of" not in why  # the diff itself
                 seen.add((block.old, block.new, hunk.number))
     assert {(*edge, x.number) for edge in EDGES for x in hunks(*edge)} <= seen
 
@@ -233,59 +233,65 @@ def test_only_what_differs_is_marked_in_an_output():
     assert marked(right[2], found[0][2]) == ["saved to a.pt"]
 
 
-def silent(page, block):
-    """The blocks of a section that run its script with a fault."""
-    return [x for x in page.blocks if x.faults and x.anchor == block.anchor]
+def wrong_runs(page, block):
+    """The blocks of a section that show what a fault in a script does."""
+    right = [right_output(page, x) for x in page.blocks]
+    found = [x for x in page.blocks if x.faults and x not in right]
+    return [x for x in found if x.anchor == block.anchor]
 
 
 def test_every_output_without_a_line_is_at_its_change(pages, site):
     """As a switch where the same page has the right output for the same command."""
     seen = 0
     for page in CHAPTERS:
-        right = {x.text for x in page.blocks if x.kind == "run" and not x.faults}
         for block in page.blocks:
             for hunk in block.hunks:
                 html = (site / url_of(block.old, block.new)).read_text()
                 html = html.split(f'id="hunk-{hunk.number}"')[1].split("<section")[0]
-                runs = silent(page, block)
+                runs = wrong_runs(page, block)
                 assert html.count('class="wrong"') == len(runs)
-                flips = [x for x in runs if x.text in right]
+                flips = [x for x in runs if right_output(page, x)]
                 assert html.count('class="flip"') == len(flips)
-                seen += len(runs)
+                seen += len(flips)
     assert seen
 
 
 @pytest.fixture(scope="module")
 def flip(tmp_path_factory):
-    """(address, number of a change, two numbers): a page with a switch.
+    """(address, number of a change, two numbers) of a page with a switch.
 
-    Of a copy in which a chapter has the right output for a command that it shows with
-    a fault: it is the wrong one with another last number.
+    Of a copy in which the right output for a command that a chapter shows with a fault
+    is the wrong one with another last number.
     """
     page, block, run = next(
         (page, block, run)
         for page in CHAPTERS
         for block in page.blocks
         if block.hunks and (block.old, block.new) == (OLD, NEW)
-        for run in silent(page, block)
+        for run in wrong_runs(page, block)
+        if right_output(page, run)
     )
     fence = page.lines[run.line : run.end]
     fence = fence[fence.index("```console") :]
     number = re.findall(r"\d+\.\d+", "\n".join(fence))[-1]
-    text = "99.5".join("\n".join(fence).rsplit(number, 1))
+    right = re.sub(r"\d", "9", number)
+    text = right.join("\n".join(fence).rsplit(number, 1))
+    other = right_output(page, run)
+    lines = list(page.lines)
+    start = lines.index("```console", other.line)
+    lines[start : other.end] = text.split("\n")
     folder = tmp_path_factory.mktemp("flip")
     copy_tree(folder)
-    with (folder / page.name).open("a") as file:
-        file.write(f"\n<!-- run {run.text} -->\n{text}\n<!-- end -->\n")
+    (folder / page.name).write_text("\n".join(lines) + "\n")
     command = [*SPHINX, "-d", folder / "doctrees", "docs", folder / "html"]
     subprocess.run(command, cwd=folder, check=True)
     address = f"{(folder / 'html' / PAIR).as_uri()}#hunk-{block.hunks[0].number}"
-    return address, block.hunks[0].number, number
+    return address, block.hunks[0].number, right, number
 
 
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
 def test_the_output_flips_beside_the_line(browser, flip, script):
-    address, number, wrong = flip
+    address, number, right, wrong = flip
     tab = browser.new_page(viewport=WIDE, java_script_enabled=script)
     tab.goto(address)
     change = tab.locator(f"#hunk-{number}")
@@ -294,7 +300,7 @@ def test_the_output_flips_beside_the_line(browser, flip, script):
     assert line.first.evaluate(struck) == "none"
     change.locator(".why summary").click()
     switch = change.get_by_role("group", name="What it prints")
-    assert switch.locator(".right mark").all_text_contents() == ["99.5"]
+    assert switch.locator(".right mark").all_text_contents() == [right]
     assert switch.locator(".wrong mark").all_text_contents() == [wrong]
     without = switch.get_by_role("radio", name="without it")
     assert without.is_checked()
@@ -747,8 +753,11 @@ def test_a_long_line_on_a_phone_goes_on_below_its_own_beginning(visit):
 
 
 def test_print_is_landscape_and_explained(visit):
-    tab = visit(PAIR)
+    tab = visit(PAIR, viewport={"width": 1032, "height": 700})  # of the paper
     tab.emulate_media(media="print")
+    assert tab.locator(".same .old").first.is_visible()
+    for part in (".flip .right", ".flip .wrong"):
+        assert tab.locator(part).first.is_visible()
     for why in tab.locator(".why .reason").all():
         assert why.bounding_box()["height"] > 0
     kept = "x => getComputedStyle(x).breakInside"

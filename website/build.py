@@ -20,7 +20,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- run (exit status 1) COMMAND -->    ... or with this exit status
     <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
                                             expressions); what is cut is marked [...]
-    <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script
+    <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script,
+                                            X.py or -m variants.X
                                             (several faults: several `with`)
     <!-- end -->                            below each of these
     <!-- file NAME -->                      the fence below is this file for commands

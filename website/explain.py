@@ -14,7 +14,7 @@ from urllib.parse import urljoin, urlsplit
 
 from docutils import nodes
 
-from ladder.pages import parse
+from ladder.pages import parse, right_output
 from ladder.rungs import InputError, read_lines
 from website.commands import VARIES
 from website.side_by_side import changed_places, similar_lines
@@ -24,7 +24,7 @@ NUMBER = rf"(?P<varies>{'|'.join(VARIES)})|\d+(?:\.\d+)?"
 
 
 class Explainer:
-    """`why(page, heading, anchor)`: what a chapter says under a heading.
+    """`why(page, anchor)`: what a chapter says under a heading.
 
     "parts" are [(class, HTML)], "lines" {(script, number)} of what its faults change.
     """
@@ -35,50 +35,53 @@ class Explainer:
         self.why = functools.cache(self.why)
 
     def chapter(self, page):
-        """The page's doctree, its blocks by their marker, and its right outputs."""
+        """The page's doctree, its blocks by their marker, and what these show.
+
+        That is {line of the marker: (HTML above the output, output)}; and another
+        {line of a marker: the block with the right output}.
+        """
         doctree = self.app.env.get_and_resolve_doctree(page, self.app.builder)
         parsed = parse(f"docs/{page}.md")
         blocks = {parsed.lines[x.line - 1].strip(): x for x in parsed.blocks}
-        right = {}
+        shown = {}
         for raw in doctree.findall(nodes.raw):
             block = blocks.get(raw.astext().strip())
-            if block and block.kind == "run" and not block.faults:
-                right[block.text] = next(
-                    x for x in raw.findall(siblings=True, descend=False) if is_code(x)
-                ).astext()
-        return doctree, blocks, right
+            if block and block.kind == "run":
+                *above, output = until_code(raw)
+                html = "".join(self.html(page, x) for x in above)
+                shown[block.line] = html, output.astext()
+        right = {x.line: right_output(parsed, x) for x in parsed.blocks}
+        return doctree, blocks, shown, {x: y for x, y in right.items() if y}
 
-    def why(self, page, heading, anchor):
-        doctree, blocks, right = self.chapter(page)
+    def why(self, page, anchor):
+        doctree, blocks, shown, right = self.chapter(page)
         section = next(
             x for x in doctree.findall(nodes.section) if x.get("slug") == anchor
         )
         parts, lines, block = [("motivation", [])], set(), None
-        flips, above = 0, ""
         for node in section.children:
             if isinstance(node, (nodes.title, nodes.section)):
                 continue
             text = node.astext().strip()
             if isinstance(node, nodes.raw) and text.startswith("<!--"):
                 block = blocks.get(text)
-                if block and block.faults:
-                    lines |= faulty_lines(block)
+                if block and is_wrong(block, right):
+                    other = right.get(block.line)
+                    lines |= faulty_lines(block, other.faults if other else [])
+                    outputs = [shown[x.line] if x else None for x in (other, block)]
+                    parts[-1][1].append(flip(block, *outputs))
             elif isinstance(node, nodes.raw) and 'class="beside"' in text:
                 continue  # it leads to the page that this is for
-            elif block and block.faults and is_code(node):
-                wrong = node.astext()
-                flips += 1
-                parts[-1][1].append(flip(flips, right.get(block.text), wrong, above))
-            elif block and block.faults:
-                above = self.html(page, node)
-            elif not (block and block.kind == "diff"):
+            elif block and (block.kind == "diff" or is_wrong(block, right)):
+                continue
+            else:
                 part = PARTS.get(first_words(node))
                 part = "tests" if text.startswith("Tests: ") else part
                 if part:
                     parts.append((part, []))
                 parts[-1][1].append(self.html(page, node))
         return {
-            "heading": heading,
+            "heading": section.next_node(nodes.title).astext(),
             "link": f"../{page}.html#{anchor}",
             "chapter": self.app.env.titles[page].astext(),
             "parts": [(part, "".join(html)) for part, html in parts if html],
@@ -96,6 +99,7 @@ class Explainer:
                 element["refuri"] = "../" + urljoin(f"{page}.html", uri)
         html = self.app.builder.render_partial(node)["fragment"].strip()
         html = re.sub('<span class="pre">(.*?)</span>', r"\1", html)
+        html = re.sub(' class="reference (internal|external)"', "", html)
         return html.replace(' class="docutils literal notranslate"', ' class="literal"')
 
 
@@ -118,10 +122,6 @@ def once(hunks, whys):
     }
 
 
-def is_code(node):
-    return isinstance(node, nodes.literal_block)
-
-
 def first_words(node):
     """What a paragraph begins with in bold, or ""."""
     first = next((x for x in node.children if x.astext()), None)
@@ -129,13 +129,29 @@ def first_words(node):
     return first.astext() if bold else ""
 
 
-def faulty_lines(block):
-    """{(script, number)} of the lines of a script that the block's faults change."""
+def until_code(marker):
+    """What stands below a marker, up to the output."""
+    for node in marker.findall(siblings=True, descend=False, include_self=False):
+        yield node
+        if isinstance(node, nodes.literal_block):
+            return
+
+
+def is_wrong(block, right):
+    """Whether it shows what a fault does, and is not what another is compared with."""
+    return bool(block.faults) and block not in right.values()
+
+
+def faulty_lines(block, scene):
+    """{(script, number)} of the lines that the block's faults change.
+
+    scene: faults that only set the scene, and do not count.
+    """
     try:
         text = "\n".join(read_lines(block.script))
     except InputError:  # a file that the page itself holds
         return set()
-    places = [text.index(old) for old, _ in block.faults]
+    places = [text.index(x[0]) for x in block.faults if x not in scene]
     return {(block.script, text.count("\n", 0, place) + 1) for place in places}
 
 
@@ -202,18 +218,24 @@ FLIP = """<fieldset class="flip"><legend>What it prints</legend>
 <label for="FLIP-{n}-as-it-is">with it</label>
 <input type="radio" id="FLIP-{n}-without" name="FLIP-{n}" class="without-it" checked>
 <label for="FLIP-{n}-without">without it</label>
-<div class="outputs"><div class="right"><p>{script} as it is.</p>
-{right}</div><div class="wrong">{above}
+<div class="outputs"><div class="right">{above_right}
+{right}</div><div class="wrong">{above_wrong}
 {wrong}</div></div></fieldset>"""
 
 
-def flip(n, right, wrong, above):
-    """Two outputs to choose from, or the wrong one alone if there is no right one."""
+def flip(block, right, wrong):
+    """Two outputs to choose from, or the wrong one alone if there is no right one.
+
+    right, wrong: (HTML above the output, output)
+    """
+    above, output = wrong
     if right is None:
-        return f'{above}<div class="wrong">{output_html(wrong, {})}</div>'
-    marks = compare(right.split("\n"), wrong.split("\n"))
-    outputs = [output_html(*x) for x in zip((right, wrong), marks, strict=True)]
-    script = re.search(r"\S+\.py", wrong)[0]
+        return f'{above}<div class="wrong">{output_html(output, {})}</div>'
+    marks = compare(right[1].split("\n"), output.split("\n"))
     return FLIP.format(
-        n=n, script=script, above=above, right=outputs[0], wrong=outputs[1]
+        n=block.line,
+        above_right=right[0] or f"<p>{escape(block.script)} as it is.</p>",
+        above_wrong=above,
+        right=output_html(right[1], marks[0]),
+        wrong=output_html(output, marks[1]),
     )

@@ -161,7 +161,10 @@ def make_pages(app):
     explainer = Explainer(app)
     for old, new in pairs:
         places = explain(old, new, explained)
-        whys = {n: [explainer.why(*x) for x in some] for n, some in places.items()}
+        whys = {
+            n: [explainer.why(page, anchor) for page, _, anchor in some]
+            for n, some in places.items()
+        }
         if (old, new) not in explained:
             whys = once(hunks(old, new), whys)
         context = common | {

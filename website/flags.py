@@ -77,11 +77,19 @@ def server(words):
         raise InputError(f"http.server does not serve: {said}")
 
 
+def sh(words):
+    """A script has no flags: that it is there, and can be read."""
+    done = subprocess.run(["sh", "-n", words[0]], cwd=ROOT, stderr=subprocess.PIPE)
+    if done.returncode:
+        raise InputError(done.stderr.decode().strip())
+
+
 PROGRAMS = {
     "torchrun": torchrun,
     "pip": pip,
     "pytest": pytest,
     "sbatch": sbatch,
+    "sh": sh,
     "python -m http.server": server,
     "python": script,
 }

@@ -53,6 +53,7 @@ def token_lines(name):
     return lines if lines[-1] else lines[:-1]
 
 
+PLAIN = ("", "w", "n", "p", "o")  # what needs no colour, so that the page stays light
 LONG = 40  # columns of code that a phone shows in one line
 
 
@@ -67,7 +68,7 @@ def line_html(tag, id, number, tokens, marked=()):
         ):
             piece = escape("".join(character for _, character in group), quote=False)
             kind = "mark" if is_marked and piece.strip() else "span"
-            if kind == "mark" or css not in ("", "w", "n", "p"):
+            if kind == "mark" or css not in PLAIN:
                 piece = f'<{kind} class="{css}">{piece}</{kind}>'
             out.append(piece)
         place += len(text)
