@@ -212,7 +212,8 @@ def test_a_published_page_says_what_a_link_to_it_shows(published):
         assert tags["og:url"] == f"{SITE_URL}/{name}"
         assert 40 < len(tags["og:description"]) <= 200
         assert tags["og:description"] == tags["description"]
-        picture = tags["og:image"].removeprefix(f"{SITE_URL}/")
+        address, _, picture = tags["og:image"].partition("/where/")
+        assert f"{address}/where" == SITE_URL
         assert (published / picture).read_bytes() == preview.FILE.read_bytes()
     described = {
         meta(soup(published, f"{x}.html"))["description"] for x in GROUPS["Learn"]
@@ -447,12 +448,12 @@ def test_search_finds_sections_files_and_diffs(visit, pages):
 
 
 def test_search_finds_names_inside_code(visit):
-    """`dist.destroy_process_group()` by its second word, and by a part of that."""
+    """What stands only behind a dot: `dist.get_default_backend_for_device(device)`."""
     tab = visit("index.html")
-    for text in ("destroy_process_group", "destroy"):
-        assert title("2_multigpu") in [name for name, *_ in look_for(tab, text)], text
+    for text in ("get_default_backend_for_device", "get_default_backend"):
+        assert "multigpu.py" in [name for name, *_ in look_for(tab, text)], text
     shown = tab.locator(".found").inner_text()
-    assert "dist.destroy_process_group()" in shown
+    assert "dist.get_default_backend_for_device(device)" in shown
     assert "\u2063" not in shown
 
 
