@@ -74,7 +74,8 @@ def preempt(script, tmp_path):
         args = (*args, "--snapshot-path", path)
         done = ranks(script, *args, cwd=tmp_path, **{"P": 0} | env)
         assert {x.returncode for x in done} == {os.EX_TEMPFAIL}, done
-        assert done[0].stdout.endswith(f"preempted {expect[1]} samples later\n")
+        last = f"preempted after {expect[1]} samples of the epoch\n"
+        assert done[0].stdout.endswith(last)
         assert not any(x.stdout for x in done[1:]), "one rank saves"
         (tmp_path / "snapshot.pt.preempted").unlink()
         assert position(path) == expect
@@ -92,7 +93,7 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(mark)
-    assert done.stdout.endswith("preempted 1024 samples later\n")
+    assert done.stdout.endswith("preempted after 1024 samples of the epoch\n")
     names = sorted(x.name for x in tmp_path.iterdir())
     assert names == ["copy", "snapshot.pt", "snapshot.pt.preempted"]
     assert position(tmp_path / "snapshot.pt") == (2, 1024)
@@ -111,7 +112,7 @@ def test_workers_of_a_data_loader_are_told_too(tmp_path):
     mark = uuid.uuid4().hex
     env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
     done = launch(script, 5, 5, cwd=tmp_path, real=ENDS, **env)
-    assert "preempted 1024 samples later\n" in done.stdout, done.stderr
+    assert "preempted after 1024 samples of the epoch\n" in done.stdout, done.stderr
     assert position(tmp_path / "snapshot.pt") == (2, 1024)
     assert (tmp_path / "snapshot.pt.preempted").exists()
     assert not left_over(mark)

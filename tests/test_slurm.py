@@ -156,7 +156,8 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(
     job.wait_for("in step 80(.|\n)*in step 80")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
-    assert "preempted 1024 samples later" in job.output, "80 steps: 2.5 epochs"
+    # 80 steps are 2.5 epochs.
+    assert "preempted after 1024 samples of the epoch" in job.output
     assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1024
     facts = job.end()
     assert facts["JobState"] == "COMPLETED", job.output

@@ -89,7 +89,7 @@ class Trainer:
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
                 self._save_snapshot()
-                self._print(f"preempted {self.samples_run} samples later")
+                self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
                 open(f"{self.snapshot_path}.preempted", "w").close()
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
