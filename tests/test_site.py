@@ -443,7 +443,7 @@ def test_search_finds_sections_files_and_diffs(visit, pages):
         assert not link.fragment or link.fragment in pages[page].ids, link.geturl()
     by_kind = {kind: urls for _, kind, urls in reversed(found)}
     assert all("#" in urls[1] for urls in by_kind.values())
-    tab.locator(".found a", has_text="Change").first.click()
+    tab.locator(".found a[href*='#hunk-']").first.click()
     tab.wait_for_url("**/side_by_side/*#hunk-*")
 
 
