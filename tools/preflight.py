@@ -1,4 +1,4 @@
-"""Say in under a minute whether this cluster can train, and what to type if it cannot.
+"""Say in about a minute whether this cluster can train, and what to type if it cannot.
 
 Type on every host what starts your training, with this file instead of the script:
 
@@ -13,7 +13,7 @@ roll at the endpoint and name the missing ones. If all came, torchrun is started
         --rdzv-backend=c10d --rdzv-endpoint=node0:29500
 
 Under Slurm --hosts is known. Rank 0 prints the report: `FAIL` is what makes a training
-hang, crash, be wrong or much too slow; `warn` is what may; `type` is what to type next.
+hang, crash, be wrong or much too slow; `warn` is what may; `try` is what to type next.
 Exit status: 0 nothing failed, 1 a check failed, 2 the input is bad. To run it, copy the
 folder tools to the cluster. It needs nothing but torch and Linux. IPv4 only.
 """
@@ -317,7 +317,8 @@ def report_hosts(hosts, ranks):
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         what = "--max-restarts: a restart may read what the attempt before it stored"
         say("warn", what, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    with ok_if_all_is("shared memory, threads, devices, ports, own names, products"):
+    checked = "shared memory, threads, devices, ports, own names, matrix products"
+    with ok_if_all_is(checked):
         for host in hosts:
             for kind, what, cure in host.findings:
                 say(kind, f"{host.name}: {what}", f"on {host.name}: {cure}")
@@ -433,7 +434,8 @@ def check(args):
                 failed = [board.store.check([f"failed/{x}"]) for x in everybody]
                 silent = [str(x) for x in everybody if not failed[x]]
                 if silent:
-                    what = f"rank {', '.join(silent)} did not fail: do all wait for it?"
+                    what = f"rank {', '.join(silent)} did not fail"
+                    what += ": all others probably wait for it"
                     say("FAIL", what, "on its host: py-spy dump --pid PID")
     try:
         if rank == 0:
@@ -487,7 +489,7 @@ def examine(args, board, local_rank, world_size):
         blocked = any(any(host.calls) for host in hosts)
         mixed = any(host.crowded or host.backend != backend for host in hosts)
         if blocked or mixed:
-            say("", "all-reduce and bandwidth: not tried, mend the above first")
+            say("", "all-reduce and bandwidth: not tried, fix the above first")
         board.put("go", not blocked and not mixed)
     if not board.read("go", [0])[0]:
         return

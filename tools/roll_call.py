@@ -29,9 +29,9 @@ COUNTS = collections.Counter()  # of what was said, by kind
 
 
 def say(kind, what, *cures):
-    """kind: ok, warn, FAIL, or "" for a fact; cures: what to type next."""
+    """kind: ok, warn, FAIL, or "" for a fact; cures: what to try next."""
     COUNTS[kind] += 1
-    lines = [f"{kind:<6}{what}", *(f"type  {cure}" for cure in cures)]
+    lines = [f"{kind:<6}{what}", *(f"try   {cure}" for cure in cures)]
     print("\n".join(lines), flush=True)
 
 
@@ -105,13 +105,15 @@ def is_this_host(name, hosts):
 def problem_with_own_name(given, count, endpoint):
     """[what is wrong with this host's own name, cure], or []; given: torchrun's flags.
 
-    torchrun tells the others to call --local-addr, or else what the own name leads to.
-    c10d also compares the own name with the endpoint's, unless it is told `is_host`.
+    torchrun tells the others to connect to --local-addr, or else to what the own name
+    leads to. c10d also compares the own name with the endpoint's, unless it is told
+    `is_host`.
     """
     own, (_, address, _) = socket.gethostname(), choose_interface("nccl")
     flags, cured = f"in torchrun's line: --local-addr={address}", given.local_addr
     if count > 1 and (cured or socket.getfqdn()).startswith("localhost"):
-        return [f"{own} would tell the others to call localhost", f"on {own}, {flags}"]
+        what = f"{own} would tell the others to connect to localhost"
+        return [what, f"on {own}, {flags}"]
     if count > 1 and given.rdzv_backend == "c10d":
         cured = cured and "is_host" in given.rdzv_conf and resolve(endpoint)
         flags += " --rdzv-conf=is_host=false"
