@@ -93,6 +93,9 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("https://"):
             continue
+        if workflow := re.fullmatch(r"../../actions/workflows/(\w+\.yml).*", target):
+            assert (ROOT / ".github/workflows" / workflow[1]).exists()  # a code host's
+            continue
         path, _, anchor = target.partition("#")
         path = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         assert path.exists(), target
