@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 # All tests run on the CPU, also where there are GPUs, but for those of test_gpu.py.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# A shell that starts pytest in the background makes it ignore Ctrl-C, and with it all
+# that it starts, whose end some tests ask for.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from ladder.rungs import ROOT, commands  # noqa: E402
 from proofs import launch, processes, results, warm  # noqa: E402
