@@ -9,9 +9,31 @@ from ladder.rungs import InputError, read_lines
 
 
 def unified(old, new, context=3):
-    """The lines of `diff -u old new`."""
-    lines = read_lines(old), read_lines(new)
-    return list(difflib.unified_diff(*lines, old, new, n=context, lineterm=""))
+    """The lines of `diff -u old new`.
+
+    difflib.unified_diff would not do: in files of 200 lines it takes blank lines for
+    junk, and shows some of them as changed.
+    """
+    before, after = read_lines(old), read_lines(new)
+    lines = [f"--- {old}", f"+++ {new}"]
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for group in matcher.get_grouped_opcodes(context):
+        (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
+        lines.append(f"@@ -{span(i1, i2)} +{span(j1, j2)} @@")
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                lines += [f" {x}" for x in before[i1:i2]]
+            else:
+                lines += [f"-{x}" for x in before[i1:i2]]
+                lines += [f"+{x}" for x in after[j1:j2]]
+    return lines
+
+
+def span(start, end):
+    """Lines of a file as the head of a hunk has them: first line, number of lines."""
+    if end == start + 1:
+        return str(end)
+    return f"{start + (end > start)},{end - start}"
 
 
 class Hunk(NamedTuple):

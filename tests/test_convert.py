@@ -75,13 +75,19 @@ def code_of(heading):
 @pytest.mark.text
 @pytest.mark.parametrize(("old", "new"), [(STEP1, STEP2), (STEP2, AFTER)])
 def test_the_tables_name_every_change(old, new):
-    """The guide shows a whole diff; the table below it has a row for each hunk."""
+    """The guide shows a whole diff; the table below it has a row for each hunk.
+
+    It says nothing of the two changes in the docstring.
+    """
     lines = parse(PAGE).lines
     table = lines[lines.index(f"<!-- diff -U0 {old} {new} -->") :]
     table = table[table.index("|---|---|") + 1 :]
     rows = [row.split("|")[1] for row in table[: table.index("")]]
     texts = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
-    there = ["\n".join(hunk.lines) for hunk in hunks(old, new)]
+    code = ast.parse((ROOT / new).read_text()).body[1].lineno
+    changes = [hunk for hunk in hunks(old, new) if hunk.new_start >= code]
+    assert len(changes) == len(hunks(old, new)) - 2
+    there = ["\n".join(hunk.lines) for hunk in changes]
     assert not [x for x in there if not any(text in x for text in texts)]
     assert not [text for text in texts if not any(text in x for x in there)]
 
@@ -185,18 +191,104 @@ def test_one_two_and_three_processes_train_as_one(compared):
     assert ends == {"weights differ by 0.000000000000, rate 0.004900"}
 
 
+UNWRAPPED = "train(args, ddp_model,", "train(args, model,"
+
+
+def test_a_comparison_of_runs_that_resumed_is_refused(tmp_path):
+    """The snapshot was not removed, so that the wrong script trained nothing at all."""
+    alone(ROOT / STEP2, "--compare", "--epochs", 2, cwd=tmp_path)
+    script = plant(AFTER, tmp_path / "copy", UNWRAPPED)
+    torchrun(script, "--compare", "--epochs", 2, cwd=tmp_path)
+    files = ["alone.pt", "world_2_rank_0.pt", "world_2_rank_1.pt"]
+    assert same_bits(*(load(tmp_path / x)["MODEL_STATE"] for x in files[:2]))
+    assert refused(files, tmp_path) == (
+        "world_2_rank_0.pt: trained 0 epochs: remove the snapshot before each run"
+    )
+
+
+def refused(files, folder):
+    """The line with which compare.py refuses."""
+    done = alone(ROOT / COMPARE, *files, cwd=folder)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("compare.py: error: ")
+    return line.removeprefix("compare.py: error: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"EPOCHS_TRAINED": 1}, "epochs trained: 1, but in a.pt: 2"),
+        ({"EPOCHS_TRAINED": None}, "has no EPOCHS_TRAINED"),
+        ({"LR": None, "FIRST_LR": None}, "has no LR, FIRST_LR"),
+        (
+            {"MODEL_STATE": {"module.w": torch.ones(2)}},
+            "has other weights than a.pt, such as module.w",
+        ),
+        (
+            {"MODEL_STATE": {"w": torch.ones(3)}},
+            "has other weights than a.pt, such as w",
+        ),
+    ],
+)
+def test_compare_refuses_what_cannot_be_compared(change, message, tmp_path):
+    result = {"MODEL_STATE": {"w": torch.ones(2)}, "LR": 0.1, "FIRST_LR": 0.2}
+    result["EPOCHS_TRAINED"] = 2
+    torch.save(result, tmp_path / "a.pt")
+    result = {k: v for k, v in (result | change).items() if v is not None}
+    torch.save(result, tmp_path / "b.pt")
+    assert refused(["a.pt", "b.pt"], tmp_path) == f"b.pt: {message}"
+
+
+@pytest.mark.parametrize("first_lr", [0.1, 0.2])
+def test_compare_says_that_the_rate_never_changed(first_lr, tmp_path):
+    """A mistake with the scheduler would not show yet."""
+    state = {"n": torch.tensor(5), "w": torch.tensor([1.0, float("nan")])}
+    result = {"MODEL_STATE": state, "LR": 0.1, "FIRST_LR": first_lr}
+    torch.save(result | {"EPOCHS_TRAINED": 2}, tmp_path / "a.pt")
+    done = alone(ROOT / COMPARE, "a.pt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "differ by nan" in done.stdout, "no maximum hides it"
+    said = "the rate has not changed yet: a mistake with a scheduler would not show"
+    assert (said in done.stdout) == (first_lr == 0.1)
+
+
+def test_dropout_of_any_kind_is_turned_off(tmp_path):
+    """The loop of step2.py finds it in layers that the script does not have, too."""
+    layers = [
+        torch.nn.Dropout1d(),
+        torch.nn.AlphaDropout(),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout()),
+        torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5),
+        torch.nn.TransformerEncoderLayer(8, 2, dropout=0.5),
+    ]
+    code = compile((ROOT / STEP2).read_text(), STEP2, "exec")
+    step2 = {"__name__": "step2"}
+    exec(code, step2)
+    inputs = torch.ones(3, 4, 8)
+    for layer in layers:
+
+        def draws(layer=layer):
+            outputs = [layer(inputs) for _ in range(2)]
+            return [x[0] if isinstance(x, tuple) else x for x in outputs]
+
+        assert not torch.equal(*draws()), layer
+        step2["turn_dropout_off"](layer)
+        assert torch.equal(*draws()), layer
+
+
 STEP = "scheduler.step()"
 MISTAKES = {
     "a continue above the scheduler": (STEP, f"if rank: continue\n        {STEP}"),
     "the scheduler on rank 0 alone": (STEP, f"if rank == 0: {STEP}"),
-    "the model is not wrapped": ("train(args, ddp_model,", "train(args, model,"),
+    "the model is not wrapped": UNWRAPPED,
     "the sampler is not told the epoch": ("sampler.set_epoch(epoch)", "pass"),
     "every process takes all samples": (
         "DistributedSampler(train_set,",
         "DistributedSampler(train_set, num_replicas=1, rank=0,",
     ),
     "the batch is not divided": ("args.batch_size // world_size", "args.batch_size"),
-    "dropout is on": ("model.dropout.p = 0.0", "pass"),
+    "dropout is on": ("        turn_dropout_off(model)", "        pass"),
 }
 
 
@@ -269,7 +361,8 @@ def test_a_break_on_one_rank_hangs(tmp_path):
         tmp_path / "copy",
         ("save_once(snapshot, SNAPSHOT)", "if epoch == 2 and rank == 0: break"),
         ("minutes=5", "seconds=4"),
-        ("    gc.collect()", "    __import__('time').sleep(8); gc.collect()"),
+        ("import gc", "import gc, time"),
+        ("    gc.collect()", "    time.sleep(8); gc.collect()"),
     )
     done = torchrun(script, cwd=tmp_path)
     assert done.returncode == 1
@@ -287,6 +380,33 @@ def test_a_break_that_all_ranks_decide(tmp_path):
     script = plant(AFTER, tmp_path / "copy", (step, f"{step}{lines}\n"))
     done = torchrun(script, cwd=tmp_path)
     assert len(curve(done)) == 2
+
+
+def test_the_best_checkpoint(tmp_path):
+    """The lines of the guide keep the best epoch, and a resumed run keeps it, too."""
+    test = "        test(model, device, test_loader)\n"
+    last = 'accuracy {correct / total:.1%}")\n'
+    changes = [
+        (test, code_of("Keep the best checkpoint") + "\n"),
+        (last, f"{last}    return correct / total\n"),
+        ("    epochs_run, epochs", "    best = 0.0\n    epochs_run, epochs"),
+        ('"EPOCHS_RUN": epoch,', '"EPOCHS_RUN": epoch, "BEST": best,'),
+        (
+            'snapshot["EPOCHS_RUN"]\n',
+            'snapshot["EPOCHS_RUN"]; best = snapshot["BEST"]\n',
+        ),
+    ]
+    script = plant(AFTER, tmp_path / "copy", *changes)
+    first = curve(torchrun(script, "--epochs", 2, cwd=tmp_path))
+    best = load(tmp_path / "best.pt")
+    accuracies = [accuracy for _, accuracy in first]
+    assert accuracies[-1] == max(accuracies), "the second epoch is the best so far"
+    assert same_bits(best, load(tmp_path / SNAPSHOT)["MODEL_STATE"])
+    assert f"{load(tmp_path / SNAPSHOT)['BEST']:.1%}" == f"{max(accuracies)}%"
+    worse = ("correct / total\n", "correct / total / 2\n")
+    script = plant(AFTER, tmp_path / "copy", *changes, worse)
+    assert len(curve(torchrun(script, "--epochs", 3, cwd=tmp_path))) == 1
+    assert same_bits(load(tmp_path / "best.pt"), best)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from ladder.diffs import changed_lines
+from ladder.diffs import changed_lines, hunks, unified
 from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
 
 BUDGETS = {  # changed lines, blank ones apart; a variant has 40
@@ -30,6 +30,16 @@ def names(path, kind):
 def in_order(some, of):
     rest = iter(of)
     return all(x in rest for x in some)
+
+
+def test_a_long_file_has_no_blank_line_for_a_change():
+    """difflib takes them for junk from 200 lines on, and shows them as changed."""
+    old, new = "docs/convert/step2.py", "docs/convert/after.py"
+    assert len((ROOT / new).read_text().splitlines()) >= 200
+    shown = [x for x in unified(old, new, 0)[2:] if not x.startswith("@@")]
+    assert shown == [line for hunk in hunks(old, new) for line in hunk.lines]
+    heads = [x for x in unified(old, new, 0) if x.startswith("@@")]
+    assert heads[:3] == ["@@ -1 +1 @@", "@@ -3 +3 @@", "@@ -6,0 +7 @@"]
 
 
 def test_the_root_holds_three_scripts():

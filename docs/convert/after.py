@@ -85,7 +85,8 @@ def train(args, model, device, loader, optimizer, epoch):
         optimizer.step()
         if batch_idx % args.log_interval == 0:
             percent = 100 * batch_idx // len(loader)
-            done = f"{batch_idx * args.batch_size}/{len(loader.dataset)} ({percent}%)"
+            seen = batch_idx * loader.batch_size * dist.get_world_size()
+            done = f"{seen}/{len(loader.dataset)} ({percent}%)"
             share = loss.item() / dist.get_world_size()
             [mean_loss] = sum_over_processes([share], device)
             print_once(f"Train epoch {epoch} [{done}] loss {mean_loss:.4f}")
@@ -103,6 +104,14 @@ def test(model, device, loader):
     total = len(loader.dataset)
     loss, correct, total = sum_over_processes([loss, correct, total], device)
     print_once(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
+
+
+def turn_dropout_off(model):
+    for module in model.modules():
+        if "Dropout" in type(module).__name__:
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):  # attention, LSTM
+            module.dropout = 0.0
 
 
 def save_atomically(snapshot, path):
@@ -146,12 +155,12 @@ def main():
 
     model = Net().to(device)
     if args.compare:
-        model.dropout.p = 0.0
+        turn_dropout_off(model)
     ddp_model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-    epochs_run = 0
+    epochs_run, epochs_trained = 0, 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["MODEL_STATE"])
@@ -166,6 +175,7 @@ def main():
         torch.manual_seed(args.seed + epoch * world_size + rank)
 
         train(args, ddp_model, device, train_loader, optimizer, epoch)
+        epochs_trained += 1
         test(model, device, test_loader)
         scheduler.step()
         snapshot = {
@@ -177,8 +187,12 @@ def main():
         save_once(snapshot, SNAPSHOT)
 
     if args.compare:
-        lr = optimizer.param_groups[0]["lr"]
-        result = {"MODEL_STATE": model.state_dict(), "LR": lr}
+        result = {
+            "MODEL_STATE": model.state_dict(),
+            "LR": optimizer.param_groups[0]["lr"],
+            "FIRST_LR": args.lr,
+            "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
+        }
         torch.save(result, f"world_{world_size}_rank_{rank}.pt")
     if args.save_model:
         save_once(model.state_dict(), "stripes_model.pt")

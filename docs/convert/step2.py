@@ -81,6 +81,14 @@ def test(model, device, loader):
     print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
+def turn_dropout_off(model):
+    for module in model.modules():
+        if "Dropout" in type(module).__name__:
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):  # attention, LSTM
+            module.dropout = 0.0
+
+
 def save_atomically(snapshot, path):
     """A kill at any moment leaves the old file or the new one, whole."""
     with open(f"{path}.tmp", "wb") as file:
@@ -107,11 +115,11 @@ def main():
 
     model = Net().to(device)
     if args.compare:
-        model.dropout.p = 0.0
+        turn_dropout_off(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-    epochs_run = 0
+    epochs_run, epochs_trained = 0, 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["MODEL_STATE"])
@@ -126,6 +134,7 @@ def main():
         torch.manual_seed(args.seed + epoch)
 
         train(args, model, device, train_loader, optimizer, epoch)
+        epochs_trained += 1
         test(model, device, test_loader)
         scheduler.step()
         snapshot = {
@@ -137,8 +146,12 @@ def main():
         save_atomically(snapshot, SNAPSHOT)
 
     if args.compare:
-        lr = optimizer.param_groups[0]["lr"]
-        result = {"MODEL_STATE": model.state_dict(), "LR": lr}
+        result = {
+            "MODEL_STATE": model.state_dict(),
+            "LR": optimizer.param_groups[0]["lr"],
+            "FIRST_LR": args.lr,
+            "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
+        }
         torch.save(result, "alone.pt")
     if args.save_model:
         torch.save(model.state_dict(), "stripes_model.pt")
