@@ -636,6 +636,56 @@ BROKEN_WORDS = """() => {
 }"""
 
 
+@pytest.mark.parametrize("width", [1920, 1280, 390])
+def test_no_output_and_no_diff_is_cut(visit, address, width):
+    """A line goes on below its beginning, indented, and is copied as one line."""
+    tab = visit("index.html", viewport={"width": width, "height": 900})
+    for name in sum(GROUPS.values(), ["index"]):
+        tab.goto(f"{address}{name}.html")
+        boxes = tab.locator("article :is(.highlight-console, .highlight-diff) pre")
+        cut = boxes.evaluate_all(
+            "all => all.filter((x) => x.scrollWidth > x.clientWidth)"
+            ".map((x) => x.innerText.slice(0, 60))"
+        )
+        assert not cut, name
+    tab.goto(f"{address}2_multigpu.html")
+    row = tab.locator(".highlight-console pre > span", has_text="held-out loss").first
+    lefts = row.evaluate(
+        """(x) => {
+            const range = document.createRange();
+            range.selectNodeContents(x);
+            return [...range.getClientRects()].map((y) => y.left);
+        }"""
+    )
+    assert min(lefts) == lefts[0]
+    if width == PHONE["width"]:
+        assert row.bounding_box()["height"] > 30
+        assert any(lefts[0] + 10 < x < lefts[0] + 30 for x in lefts)
+    box = tab.locator(".highlight-console pre").first
+    assert box.inner_text() == box.text_content()
+
+
+@pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_a_changed_line_has_its_colour_across_the_box(visit, url, viewport):
+    tab = visit(url, viewport=viewport)
+    grounds = {}
+    for kind in ("gd", "gi"):
+        ends = tab.locator(f".highlight-diff pre > span:has(> .{kind})").evaluate_all(
+            """all => all.map((row) => {
+                const box = row.parentElement.getBoundingClientRect();
+                const own = row.getBoundingClientRect();
+                return [own.left - box.left, box.right - own.right,
+                        getComputedStyle(row).backgroundColor];
+            })"""
+        )
+        assert ends
+        assert all(abs(x) < 1 and abs(y) < 1 for x, y, _ in ends)
+        grounds[kind] = {ground for *_, ground in ends}
+    assert [len(x) for x in grounds.values()] == [1, 1]
+    assert grounds["gd"] != grounds["gi"]
+
+
 @pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])
 def test_a_phone_wraps_diffs_but_not_inside_words(visit, url):
     tab = visit(url, viewport=PHONE)

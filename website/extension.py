@@ -147,7 +147,7 @@ def make_pages(app):
     }
     start = home(
         explained,
-        lambda *code: break_long_code(app.builder.highlighter.highlight_block(*code)),
+        lambda *x: rows(break_long_code(app.builder.highlighter.highlight_block(*x))),
         app.config.repository_url,
     )
     yield "index", common | start, "home.html"
@@ -197,6 +197,16 @@ def break_long_code(text):
         lambda found: found[1] or f"{found[2]}<wbr>",
         text,
     )
+
+
+def rows(text):
+    """HTML with each line of its code in a `span` of its own: a row of the box."""
+
+    def split(found):
+        lines = found[1].split("\n")[:-1]
+        return "<pre>" + "".join(f"<span>{x}</span>\n" for x in lines) + "</pre>"
+
+    return re.sub("(?s)<pre>(?:<span></span>)?(.*?)</pre>", split, text)
 
 
 def previews(app, pagename, context, doctree):
@@ -250,8 +260,8 @@ def drop_assets(pagename, context):
 def add_assets(app, pagename, templatename, context, doctree):
     if "body" in context:
         context["body"] = re.sub(
-            '(?s)<div class="highlight-diff.*?</pre>',
-            lambda found: break_long_code(found[0]),
+            '(?s)<div class="highlight-(diff|console).*?</pre>',
+            lambda x: rows(break_long_code(x[0]) if x[1] == "diff" else x[0]),
             context["body"],
         )
     # The name of the site leads to its start page, not to the first chapter.
