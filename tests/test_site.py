@@ -26,7 +26,7 @@ from bs4 import BeautifulSoup  # noqa: E402
 
 from ladder.diffs import changed_lines, hunks  # noqa: E402
 from ladder.files import copy_tree  # noqa: E402
-from ladder.pages import GROUPS, title  # noqa: E402
+from ladder.pages import GROUPS, parse, right_output, title  # noqa: E402
 from ladder.rungs import EDGES, ROOT, RUNGS, read_lines, summary, trunk  # noqa: E402
 from tests.contrast import contrast_ratio  # noqa: E402
 from tests.site_fixtures import PHONE, SPHINX, WIDE  # noqa: E402
@@ -171,6 +171,53 @@ def test_a_link_to_a_test_leads_to_its_lines(site):
             assert f"def {text}(" in read_lines(file)[number - 1], f"{name}: {text}"
             found += 1
     assert found > 50
+
+
+def explained_outputs(name):
+    """[(block with a fault, the block with the right output)] under explanations."""
+    page = parse(f"docs/{name}.md")
+    explaining = {x.anchor for x in page.blocks if x.hunks}
+    pairs = [(x, right_output(page, x)) for x in page.blocks if x.faults]
+    rights = [y for _, y in pairs]
+    return [
+        (x, y) for x, y in pairs if y and x.anchor in explaining and x not in rights
+    ]
+
+
+def printed(name, block):
+    """What the Markdown shows in the block's fence."""
+    lines = read_lines(f"docs/{name}.md")[block.line : block.end]
+    start = lines.index("```console")
+    return lines[start + 1 : lines.index("```", start)]
+
+
+def test_a_wrong_output_flips_to_the_right_one_that_the_chapter_has(site, pages):
+    found = 0
+    for name in sum(GROUPS.values(), []):
+        page = soup(site, f"{name}.html")
+        flips = page.select("article .flip")
+        pairs = explained_outputs(name)
+        assert len(flips) == len(pairs), name
+        for flip, (wrong, right) in zip(flips, pairs, strict=True):
+            section = flip.find_parent("section")
+            assert section["id"] == wrong.anchor or section.find(id=wrong.anchor)
+            for kind, block in {".wrong": wrong, ".right": right}.items():
+                shown = flip.select_one(f"{kind} pre").get_text()
+                assert shown.removesuffix("\n").split("\n") == printed(name, block)
+            assert flip.select(".wrong mark"), wrong.text
+            found += 1
+        ids = pages[f"{name}.html"].id_list
+        assert len(ids) == len(set(ids)), name
+    assert found > 5
+
+
+def test_a_chapters_switch_needs_no_script(visit):
+    tab = visit("2_multigpu.html", java_script_enabled=False)
+    flip = tab.locator(".flip").first
+    outputs = [flip.locator(x) for x in (".right", ".wrong")]
+    assert [x.is_visible() for x in outputs] == [False, True]
+    tab.get_by_label("with it", exact=True).first.check()
+    assert [x.is_visible() for x in outputs] == [True, False]
 
 
 def png_notes(data):
@@ -354,6 +401,74 @@ def test_a_phone_shows_the_ladder_as_cards(visit):
         assert one["y"] + one["height"] <= other["y"]
 
 
+def test_a_phone_shows_the_whole_table_of_pairs(visit):
+    tab = visit("side_by_side/index.html", viewport=PHONE)
+    box = tab.locator(".table-wrapper")
+    assert box.evaluate("x => x.scrollWidth <= x.clientWidth")
+    assert box.locator("thead").bounding_box()["height"] < 160
+    tab.set_viewport_size({"width": 240, "height": 800})  # a name stays in sight
+    box.evaluate("x => (x.scrollLeft = 1000)")
+    assert box.evaluate("x => x.scrollLeft") > 0
+    name = box.locator("tbody th").first.bounding_box()
+    assert abs(name["x"] - box.bounding_box()["x"]) < 5
+
+
+@pytest.mark.parametrize("width", [1280, 1300, 1312, 1313])
+def test_a_desktop_shows_the_contents_of_a_page(visit, width):
+    tab = visit("2_multigpu.html", viewport={"width": width, "height": 900})
+    contents = tab.locator(".toc-drawer").bounding_box()
+    text = tab.locator("article h1").first.bounding_box()
+    menu = tab.locator(".sidebar-container").bounding_box()
+    assert tab.locator(".toc-drawer a").last.is_visible()
+    assert not tab.locator(".toc-content-icon").is_visible()
+    assert menu["x"] + menu["width"] < text["x"]
+    assert text["x"] + text["width"] < contents["x"]
+    assert contents["x"] + contents["width"] <= width
+    assert menu["x"] < 2  # no gap is left of it
+
+
+def test_nothing_covers_the_line_that_a_link_leads_to(visit):
+    tab = visit("source/multigpu.py.html#L41", viewport=PHONE)
+    tab.mouse.wheel(0, -60)  # where the theme offers the way back to the top
+    tab.evaluate(TWO_FRAMES)
+    assert not tab.locator(".back-to-top").is_visible()
+
+
+@pytest.mark.parametrize(
+    "url, name, current",
+    [
+        ("index.html", "Home", "page"),
+        ("side_by_side/index.html", "Compare any two", "page"),
+        (PAIR, "Compare any two", "true"),
+    ],
+)
+def test_the_menu_marks_where_one_is(site, url, name, current):
+    marked = soup(site, url).select(".sidebar-tree .current-page > a")
+    assert [x.get_text() for x in marked] == [name]
+    assert marked[0]["aria-current"] == current
+
+
+def test_the_menu_shows_the_entry_of_the_page(visit):
+    tab = visit(f"{GROUPS['Evidence'][-1]}.html", viewport=WIDE | {"height": 500})
+    menu = tab.locator(".sidebar-scroll").bounding_box()
+    entry = tab.locator(".sidebar-tree .current-page > a").bounding_box()
+    assert menu["y"] < entry["y"]
+    assert entry["y"] + entry["height"] < menu["y"] + menu["height"]
+    assert tab.evaluate("scrollY") == 0
+
+
+def test_the_button_of_the_theme_names_its_states(visit):
+    tab = visit("index.html")
+    button = tab.locator(".theme-toggle-content button")
+    seen = {button.get_attribute("title")}
+    for _ in range(2):
+        button.click()
+        tab.evaluate(TWO_FRAMES)
+        seen.add(button.get_attribute("title"))
+    states = "Colours: light, dark or as the system. Now: "
+    assert seen == {f"{states}{x}" for x in ("light", "dark", "as the system")}
+
+
 # Copy buttons
 
 
@@ -433,7 +548,8 @@ def look_for(tab, text):
 def test_search_finds_sections_files_and_diffs(visit, pages):
     tab = visit("source/multigpu.py.html")  # from any depth
     found = look_for(tab, "set_epoch")
-    assert {kind for _, kind, _ in found} == {"Page", "File", "Diff"}
+    kinds = [kind for _, kind, _ in found]
+    assert [x for x, _ in itertools.groupby(kinds)] == ["Page", "File", "Diff", "Test"]
     assert found[0][1] == "Page"
     assert title("2_multigpu") in [name for name, *_ in found]
     links = [urlsplit(x) for *_, hrefs in found for x in hrefs]
@@ -445,6 +561,46 @@ def test_search_finds_sections_files_and_diffs(visit, pages):
     assert all("#" in urls[1] for urls in by_kind.values())
     tab.locator(".found a[href*='#hunk-']").first.click()
     tab.wait_for_url("**/side_by_side/*#hunk-*")
+
+
+def test_search_shows_all_that_it_found(visit):
+    tab = visit("index.html")
+    some = look_for(tab, "set_epoch")
+    said = tab.locator(".found [role=status]")
+    count = int(re.search(r"on (\d+) pages", said.inner_text())[1])
+    assert len(some) < count
+    tab.locator(".found button").press("Enter")
+    tab.locator(f".found ol > li:nth-child({count})").wait_for()
+    titles = tab.locator(".found ol > li > a").all_inner_texts()
+    assert len(titles) == count and {x for x, *_ in some} < set(titles)
+    order = ["Page", "File", "Diff", "Test"]
+    kinds = tab.locator(".found ol > li > .kind").all_inner_texts()
+    assert kinds == sorted(kinds, key=order.index)
+    assert not tab.locator(".found button").is_visible()
+    assert tab.locator(":focus").inner_text() not in {x for x, *_ in some}
+    assert said.inner_text() == f"Found on {count} pages."
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_word_that_was_found_can_be_read(visit, scheme):
+    tab = visit("index.html", color_scheme=scheme)
+    look_for(tab, "set_epoch")
+    colours = tab.locator(".found mark").first.evaluate(
+        "x => [getComputedStyle(x).color, getComputedStyle(x).backgroundColor]"
+    )
+    ink, ground = ([int(y) for y in re.findall(r"\d+", x)[:3]] for x in colours)
+    assert contrast_ratio(ink, ground) >= 4.5
+
+
+def test_search_names_the_beginning_of_a_file(visit):
+    """By what its docstring says, where a line's number would say nothing."""
+    tab = visit("index.html")
+    look_for(tab, "multigpu.py 50 10")
+    first = read_lines("multigpu.py")[0].removeprefix('"""')
+    assert tab.locator(".found a", has_text=first).count() == 1
+    for text in ("multigpu.py 50 10", "import", "argparse", "import dist"):
+        look_for(tab, text)
+        assert not tab.locator(".found a", has_text=re.compile("^Line ")).count()
 
 
 def test_search_finds_names_inside_code(visit):
@@ -634,6 +790,56 @@ BROKEN_WORDS = """() => {
     }
     return broken;
 }"""
+
+
+@pytest.mark.parametrize("width", [1920, 1280, 390])
+def test_no_output_and_no_diff_is_cut(visit, address, width):
+    """A line goes on below its beginning, indented, and is copied as one line."""
+    tab = visit("index.html", viewport={"width": width, "height": 900})
+    for name in sum(GROUPS.values(), ["index"]):
+        tab.goto(f"{address}{name}.html")
+        boxes = tab.locator("article :is(.highlight-console, .highlight-diff) pre")
+        cut = boxes.evaluate_all(
+            "all => all.filter((x) => x.scrollWidth > x.clientWidth)"
+            ".map((x) => x.innerText.slice(0, 60))"
+        )
+        assert not cut, name
+    tab.goto(f"{address}2_multigpu.html")
+    row = tab.locator(".highlight-console pre > span", has_text="held-out loss").first
+    lefts = row.evaluate(
+        """(x) => {
+            const range = document.createRange();
+            range.selectNodeContents(x);
+            return [...range.getClientRects()].map((y) => y.left);
+        }"""
+    )
+    assert min(lefts) == lefts[0]
+    if width == PHONE["width"]:
+        assert row.bounding_box()["height"] > 30
+        assert any(lefts[0] + 10 < x < lefts[0] + 30 for x in lefts)
+    box = tab.locator(".highlight-console pre").first
+    assert box.inner_text() == box.text_content()
+
+
+@pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_a_changed_line_has_its_colour_across_the_box(visit, url, viewport):
+    tab = visit(url, viewport=viewport)
+    grounds = {}
+    for kind in ("gd", "gi"):
+        ends = tab.locator(f".highlight-diff pre > span:has(> .{kind})").evaluate_all(
+            """all => all.map((row) => {
+                const box = row.parentElement.getBoundingClientRect();
+                const own = row.getBoundingClientRect();
+                return [own.left - box.left, box.right - own.right,
+                        getComputedStyle(row).backgroundColor];
+            })"""
+        )
+        assert ends
+        assert all(abs(x) < 1 and abs(y) < 1 for x, y, _ in ends)
+        grounds[kind] = {ground for *_, ground in ends}
+    assert [len(x) for x in grounds.values()] == [1, 1]
+    assert grounds["gd"] != grounds["gi"]
 
 
 @pytest.mark.parametrize("url", ["index.html", "2_multigpu.html"])

@@ -18,7 +18,7 @@ from ladder import pages
 from ladder.diffs import changed_lines, hunks
 from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
 from website import search
-from website.explain import Explainer, once
+from website.explain import Explainer, flip, is_wrong, once
 from website.home import home, readme
 from website.side_by_side import (
     explain,
@@ -147,7 +147,7 @@ def make_pages(app):
     }
     start = home(
         explained,
-        lambda *code: break_long_code(app.builder.highlighter.highlight_block(*code)),
+        lambda *x: rows(break_long_code(app.builder.highlighter.highlight_block(*x))),
         app.config.repository_url,
     )
     yield "index", common | start, "home.html"
@@ -197,6 +197,49 @@ def break_long_code(text):
         lambda found: found[1] or f"{found[2]}<wbr>",
         text,
     )
+
+
+def rows(text):
+    """HTML with each line of its code in a `span` of its own: a row of the box."""
+
+    def split(found):
+        lines = found[1].removesuffix("\n").split("\n")
+        return "<pre>" + "".join(f"<span>{x}</span>\n" for x in lines) + "</pre>"
+
+    return re.sub("(?s)<pre>(?:<span></span>)?(.*?)</pre>", split, text)
+
+
+RECORDED = re.compile(
+    '(<!-- run [^\\n]* -->)\\n((?:(?!<!--).)*?)<div class="highlight-console'
+    r"[^\n]*<pre>((?:(?!<!--).)*?)</pre></div>\n</div>\n<!-- end -->",
+    re.S,
+)
+
+
+def switches(docname, body):
+    """Below a change, a wrong output becomes a switch to the right one."""
+    page = pages.parse(f"docs/{docname}.md")
+    runs = {page.lines[x.line - 1].strip(): x for x in page.blocks if x.kind == "run"}
+    explaining = {x.anchor for x in page.blocks if x.hunks}
+    others = {x.line: pages.right_output(page, x) for x in runs.values()}
+    right = {line: other for line, other in others.items() if other}
+    shown = {
+        runs[marker].line: (
+            above.strip(),
+            html.unescape(re.sub("<[^>]*>", "", output)),
+        )
+        for marker, above, output in RECORDED.findall(body)
+    }
+
+    def switch(found):
+        block = runs[found[1]]
+        other = right.get(block.line)
+        if not other or not is_wrong(block, right) or block.anchor not in explaining:
+            return found[0]
+        switch = flip(block, shown[other.line], shown[block.line])
+        return rows(switch.replace("FLIP", "flip"))
+
+    return RECORDED.sub(switch, body)
 
 
 def previews(app, pagename, context, doctree):
@@ -249,9 +292,13 @@ def drop_assets(pagename, context):
 
 def add_assets(app, pagename, templatename, context, doctree):
     if "body" in context:
+        if pagename in app.env.found_docs:
+            context["body"] = switches(pagename, context["body"])
+        if 'class="flip"' in context["body"]:
+            app.add_css_file("flip.css", priority=900)
         context["body"] = re.sub(
-            '(?s)<div class="highlight-diff.*?</pre>',
-            lambda found: break_long_code(found[0]),
+            '(?s)<div class="highlight-(diff|console).*?</pre>',
+            lambda x: rows(break_long_code(x[0]) if x[1] == "diff" else x[0]),
             context["body"],
         )
     # The name of the site leads to its start page, not to the first chapter.
@@ -262,6 +309,7 @@ def add_assets(app, pagename, templatename, context, doctree):
     if pagename == "index":
         app.add_css_file("home.css", priority=900)  # after site.css
     if pagename.startswith(("side_by_side/", "source/")):
+        app.add_css_file("flip.css", priority=890)
         app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
     drop_assets(pagename, context)

@@ -4,6 +4,7 @@ A result leads to a section: to a heading of a chapter, to a change of a diff, o
 function of a file. All is on the site itself, and nothing is loaded before it is used.
 """
 
+import ast
 import asyncio
 import re
 from html import escape
@@ -17,6 +18,9 @@ from ladder.rungs import read_lines
 
 CUT = "\u2063 "  # search.js takes these out of what it shows
 
+# Of a switch, one output: the right one stands elsewhere on the page, too.
+WASTE = ".headerlink, .beside, img, .flip > :not(.outputs), .flip .right"
+
 
 def words(text):
     """The text with its code cut into words: `dist.barrier()` is two for the index."""
@@ -26,7 +30,8 @@ def words(text):
 def page(kind, title, body):
     return (
         f'<!doctype html><html lang="en"><title>{escape(title)}</title><body>'
-        f'<main data-pagefind-body data-pagefind-meta="kind:{kind}">{body}</main>'
+        f'<main data-pagefind-body data-pagefind-meta="kind:{kind}" '
+        f'data-pagefind-filter="kind:{kind}">{body}</main>'
     )
 
 
@@ -48,7 +53,7 @@ def chapter(path):
     """The page of a chapter: Sphinx gives the anchors to sections, not to headings."""
     soup = BeautifulSoup(Path(path).read_text(), "html.parser")
     article = soup.find("article")
-    for waste in article.select(".headerlink, .beside, img"):
+    for waste in article.select(WASTE):
         waste.decompose()
     for section in article.select("section[id]"):
         heading = section.find(["h1", "h2", "h3", "h4"], recursive=False)
@@ -77,18 +82,19 @@ def pair(old, new, whole):
 
 def file(name):
     """The page of a file, with a section for each of its functions."""
-    lines = read_lines(name)
+    lines, kind = read_lines(name), "Test" if name.startswith("tests/") else "File"
     if not name.endswith(".py"):
-        return document("File", name, [("L1", "Line 1", "\n".join(lines))])
+        return document(kind, name, [("L1", name, "\n".join(lines))])
+    about = ast.get_docstring(ast.parse("\n".join(lines))) or name
     found = scopes(name)
     starts = {first: label for first, _, label in found}
     cuts = sorted({1, *starts, len(lines) + 1})
     sections = []
     for first, stop in zip(cuts, cuts[1:], strict=False):
         within = [x for a, b, x in found if a <= first <= b]
-        heading = ".".join(within) or f"Line {first}"
+        heading = ".".join(within) or about.split("\n")[0]
         sections.append((f"L{first}", heading, "\n".join(lines[first - 1 : stop - 1])))
-    return document("File", name, sections)
+    return document(kind, name, sections)
 
 
 def write_index(folder, documents):

@@ -2,6 +2,8 @@
 // search is first used.
 const root = new URL("../", import.meta.url);
 const MOST = { pages: 8, sections: 4 };
+// In this order; so many of each are among the first, if there are.
+const KINDS = { Page: 4, File: 2, Diff: 1, Test: 1 };
 let engine;
 
 async function load() {
@@ -35,36 +37,72 @@ function show(list, page) {
   }
 }
 
+// {kind: [result]} for the text, or null if it has changed since.
+async function find(text) {
+  engine ??= load();
+  const pagefind = await engine;
+  const ask = (kind) => [text, { filters: { kind } }];
+  const [first, ...others] = Object.keys(KINDS);
+  const found = { [first]: await pagefind.debouncedSearch(...ask(first), 120) };
+  if (!found[first]) return null;
+  for (const kind of others) found[kind] = await pagefind.search(...ask(kind));
+  for (const kind in found) found[kind] = found[kind].results;
+  return found;
+}
+
+// The best of each kind, and more of the first kinds where others have few.
+function best(found) {
+  const chosen = new Set();
+  for (const kind in found)
+    for (const result of found[kind].slice(0, KINDS[kind])) chosen.add(result);
+  const results = Object.values(found).flat();
+  for (const result of results) if (chosen.size < MOST.pages) chosen.add(result);
+  return results.filter((result) => chosen.has(result));
+}
+
 // Show what is found for the field's text in `box`, at each change.
 export function attach(field, box) {
   const status = made("p", box);
   status.setAttribute("role", "status");
   const list = made("ol", box);
+  const more = made("button", box, { type: "button", textContent: "Show all", hidden: true });
   const say = (text) => (status.textContent = text);
+  let all = [];
+  let shown = [];
+
+  async function fill(results) {
+    const text = field.value;
+    const pages = await Promise.all(results.map((result) => result.data()));
+    if (text !== field.value) return false;
+    list.replaceChildren();
+    for (const page of pages) show(list, page);
+    const count = all.length;
+    const part = count > results.length ? `, the best ${results.length} of them below` : "";
+    say(count ? `Found on ${count} page${count > 1 ? "s" : ""}${part}.` : "Nothing found.");
+    more.hidden = !part;
+    return true;
+  }
 
   async function search() {
     const text = field.value.trim();
-    box.hidden = !text;
+    box.hidden = more.hidden = !text;
     if (!text) return list.replaceChildren();
     try {
-      engine ??= load();
-      const pagefind = await engine;
-      const found = await pagefind.debouncedSearch(text, {}, 120);
-      if (!found) return; // the text has changed since
-      const shown = found.results.slice(0, MOST.pages);
-      const pages = await Promise.all(shown.map((result) => result.data()));
-      if (text !== field.value.trim()) return;
-      list.replaceChildren();
-      for (const page of pages) show(list, page);
-      const count = found.results.length;
-      const more = count > shown.length ? `, the best ${shown.length} of them below` : "";
-      say(count ? `Found on ${count} page${count > 1 ? "s" : ""}${more}.` : "Nothing found.");
+      const found = await find(text);
+      if (!found || text !== field.value.trim()) return;
+      all = Object.values(found).flat();
+      shown = best(found);
+      await fill(shown);
     } catch (error) {
       say("The search cannot be loaded.");
       throw error;
     }
   }
 
+  more.addEventListener("click", async () => {
+    const next = all.findIndex((result) => !shown.includes(result));
+    if (await fill(all)) list.children[next].querySelector("a").focus();
+  });
   field.addEventListener("input", search);
   search();
 }

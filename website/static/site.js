@@ -40,6 +40,23 @@ for (const [id, drawer] of [["__navigation", ".sidebar-drawer"], ["__toc", ".toc
   if (box) follow();
 }
 
+// The menu shows the entry of this page.
+const menu = document.querySelector(".sidebar-scroll");
+const entry = menu?.querySelector(".current-page > a");
+if (entry) {
+  const below = entry.getBoundingClientRect().bottom - menu.getBoundingClientRect().bottom;
+  if (below > 0) menu.scrollTop += below + menu.clientHeight / 2;
+}
+
+// The theme's button has three states.
+function nameTheme() {
+  const now = { light: "light", dark: "dark" }[document.body.dataset.theme] ?? "as the system";
+  for (const button of all(".theme-toggle"))
+    button.title = `Colours: light, dark or as the system. Now: ${now}`;
+}
+new MutationObserver(nameTheme).observe(document.body, { attributeFilter: ["data-theme"] });
+nameTheme();
+
 // What scrolls sideways must be within reach of the keys.
 const reach = new ResizeObserver((entries) => {
   for (const { target } of entries) {
