@@ -104,11 +104,7 @@ class Explainer:
 
 
 def once(hunks, whys):
-    """`whys` with each text at the largest of its hunks, and a link to it at others.
-
-    For two scripts that are far apart: with every text at every hunk that it explains,
-    a page would weigh too much.
-    """
+    """`whys` with each text at the largest of its hunks, and a link to it at others."""
     home = {}
     for hunk in sorted(hunks, key=lambda hunk: -len(hunk.lines)):
         for why in whys[hunk.number]:

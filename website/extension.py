@@ -165,8 +165,7 @@ def make_pages(app):
             n: [explainer.why(page, anchor) for page, _, anchor in some]
             for n, some in places.items()
         }
-        if (old, new) not in explained:
-            whys = once(hunks(old, new), whys)
+        whys = once(hunks(old, new), whys)
         context = common | {
             "title": f"{old} and {new} side by side",
             "old": old,
