@@ -11,7 +11,7 @@ import pytest
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree
 from ladder.pages import explanations, right_output
-from ladder.rungs import EDGES, RUNGS, read_lines
+from ladder.rungs import EDGES, RUNGS, ancestry, read_lines
 from tests.contrast import contrast_ratio
 from tests.site_fixtures import PHONE, SPHINX, WIDE
 from tests.site_pages import (
@@ -63,8 +63,8 @@ def test_every_hunk_leads_to_an_explanation(pages, old, new):
         assert links or hunk["see"] or (old, new) not in RUNG_PAIRS, f"change {number}"
         if number in explained.get((old, new), {}):
             page, _, anchor = explained[old, new][number]
-            assert links == [f"{page}.html#{anchor}"]
-            assert not hunk["see"]
+            assert len(links) + len(hunk["see"]) == 1
+            assert links in ([], [f"{page}.html#{anchor}"])
 
 
 def letters(text):
@@ -76,36 +76,75 @@ def paragraphs(page, block):
     made = r"^(<!--.*|#+ .*|With \S+ changed: .*)$"
     text = re.sub(made, "", page.section(block), flags=re.M)
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    return [letters(x) for x in text.split("\n\n") if letters(x)]
+    found = text.split("\n\n")
+    rights = [right_output(page, x) for x in wrong_runs(page, block)]
+    if any(x and x.anchor == block.anchor for x in rights):
+        # Both outputs are in the switch, and what leads into them is left out.
+        lead = r"(^|(?<=[.!?])\s)[^.!?]*:$"
+        found = [re.sub(lead, "", x.strip()) for x in found]
+    return [letters(x) for x in found if letters(x)]
+
+
+def home_of(page, block):
+    """The number of the hunk at which a section's text stands.
+
+    It is the largest of those with a line that a fault of the section changes, or the
+    largest of all.
+    """
+    pair = block.old, block.new
+    same = [
+        x
+        for x in page.blocks
+        if x.kind == "diff" and x.anchor == block.anchor and (x.old, x.new) == pair
+    ]
+    found = [hunk for x in same for hunk in x.hunks]
+    runs = wrong_runs(page, block)
+    struck = [
+        x
+        for x in found
+        for run in runs
+        if run.script in pair
+        for fault, _ in run.faults
+        if fault not in str(right_output(page, run) and right_output(page, run).faults)
+        if any(
+            fault.split("\n")[0].strip() in line
+            for line in (x.added if run.script == block.new else x.removed)
+        )
+    ]
+    found = struck or found
+    largest = max(len(x.lines) for x in found)
+    return min(x.number for x in found if len(x.lines) == largest)
 
 
 def test_every_change_is_explained_in_place_word_for_word(pages):
-    """All that a chapter says under a heading stands at each of its hunks."""
+    """All that a chapter says under a heading stands at the largest of its hunks."""
     seen = set()
     for page in CHAPTERS:
         for block in page.blocks:
-            for hunk in block.hunks:
-                (why,) = pages[url_of(block.old, block.new)].hunks[hunk.number]["whys"]
-                title = why.strip().splitlines()[0]
+            homes = {hunk.number: home_of(page, block) for hunk in block.hunks}
+            for number, home in homes.items():
+                shown = pages[url_of(block.old, block.new)].hunks
+                see = [] if number == home else [f"#hunk-{home}"]
+                assert shown[number]["see"] == see
+                (why,) = shown[home]["whys"]
+                title = why.strip().splitlines()[0].strip()
                 assert letters(title) == letters(block.heading)
                 assert "`" not in title
                 for paragraph in paragraphs(page, block):
                     assert paragraph in letters(why), (page.name, block.heading)
-                assert f"change {hunk.number} of" not in why  # the diff itself
-                seen.add((block.old, block.new, hunk.number))
+                assert f"change {number} of" not in why  # the diff itself
+                seen.add((block.old, block.new, number))
     assert {(*edge, x.number) for edge in EDGES for x in hunks(*edge)} <= seen
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_a_text_is_at_one_change_and_others_lead_there(pages, old, new):
-    """So that pages of two scripts that are far apart stay light."""
     changes = pages[url_of(old, new)].hunks
     for hunk in changes.values():
         for link in hunk["see"]:
             assert changes[int(link.removeprefix("#hunk-"))]["chapters"], link
     links = [x for hunk in changes.values() for x in hunk["chapters"]]
-    if (old, new) not in explanations(CHAPTERS):
-        assert len(links) == len(set(links))
+    assert len(links) == len(set(links))
 
 
 def test_no_id_stands_twice(pages):
@@ -247,9 +286,10 @@ def test_every_output_without_a_line_is_at_its_change(pages, site):
     seen = 0
     for page in CHAPTERS:
         for block in page.blocks:
-            for hunk in block.hunks:
+            if block.hunks:
                 html = (site / url_of(block.old, block.new)).read_text()
-                html = html.split(f'id="hunk-{hunk.number}"')[1].split("<section")[0]
+                number = home_of(page, block)
+                html = html.split(f'id="hunk-{number}"')[1].split("<section")[0]
                 runs = wrong_runs(page, block)
                 assert html.count('class="wrong"') == len(runs)
                 flips = [x for x in runs if right_output(page, x)]
@@ -287,8 +327,9 @@ def flip(tmp_path_factory):
     (folder / page.name).write_text("\n".join(lines) + "\n")
     command = [*SPHINX, "-d", folder / "doctrees", "docs", folder / "html"]
     subprocess.run(command, cwd=folder, check=True)
-    address = f"{(folder / 'html' / PAIR).as_uri()}#hunk-{block.hunks[0].number}"
-    return address, block.hunks[0].number, right, number
+    change = home_of(page, block)
+    address = f"{(folder / 'html' / PAIR).as_uri()}#hunk-{change}"
+    return address, change, right, number
 
 
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
@@ -355,11 +396,10 @@ def test_a_copy_that_fails_is_not_called_done(visit):
     tab.get_by_text("Not copied").wait_for()
 
 
-def test_the_same_file_twice_is_answered(visit):
-    tab = visit(PAIR)
+def test_the_same_script_on_both_sides_swaps_them(visit):
+    tab = visit(f"{PAIR}#hunk-9")
     choose(tab, "new", OLD)
-    tab.get_by_text("Choose two different scripts.").wait_for()
-    assert tab.url.endswith(PAIR)
+    tab.wait_for_url(f"**/{url_of(NEW, OLD)}#hunk-9")
 
 
 def test_folds_open_by_key_and_all_at_once(visit):
@@ -433,7 +473,9 @@ def test_a_phone_shows_each_line_once(visit):
     lines = [x.rstrip("\n") for x in tab.evaluate(VISIBLE_LINES)]
     assert lines == one_below_the_other(OLD, NEW)
     both = tab.locator(".hunk").first
-    old, new = [both.locator(f"> .lines {x}").bounding_box() for x in (".old", ".new")]
+    old, new = [
+        both.locator(f"> .change > .lines {x}").bounding_box() for x in (".old", ".new")
+    ]
     assert old["x"] == new["x"]
     assert old["y"] + old["height"] <= new["y"]
     signs = "x => getComputedStyle(x, '::after').content"
@@ -445,7 +487,7 @@ def test_a_phone_shows_each_line_once(visit):
 def test_a_desktop_shows_two_files_of_88_columns(visit, width, columns):
     """On a small one, few lines are longer than what it shows, and they wrap."""
     tab = visit(PAIR, viewport={"width": width, "height": 900})
-    lines = tab.locator(".hunk > .lines .new [data-n]")
+    lines = tab.locator(".change > .lines .new [data-n]")
     one_line = lines.first.bounding_box()["height"]
     lines.first.evaluate("(x, count) => { x.textContent = 'x'.repeat(count) }", columns)
     assert lines.first.bounding_box()["height"] == one_line
@@ -484,7 +526,13 @@ def test_print_shows_all_lines_and_no_controls(visit):
     tab.emulate_media(media="print")
     assert folds.first.locator(".new").bounding_box()["height"] > 0
     assert len(tab.evaluate(VISIBLE_LINES)) > len(read_lines(OLD))
-    for part in (".sidebar-drawer", ".tools", ".names a >> nth=0", ".steps >> nth=0"):
+    for part in (
+        ".sidebar-drawer",
+        ".tools",
+        ".choose",
+        ".names a >> nth=0",
+        ".steps >> nth=0",
+    ):
         assert not tab.locator(part).is_visible()
     ink = "x => getComputedStyle(x).color"
     assert tab.locator(".names").evaluate(ink) == "rgb(0, 0, 0)"
@@ -530,7 +578,7 @@ def test_a_line_stands_beside_what_it_was_changed_into(visit, address):
                 boxes = [tab.locator(x).bounding_box() for x in ids]
                 assert boxes[0]["y"] == boxes[1]["y"], (pair, ids)
                 assert boxes[0]["height"] == boxes[1]["height"], (pair, ids)
-            change = tab.locator(f"#hunk-{hunk.number} > .lines")
+            change = tab.locator(f"#hunk-{hunk.number} > .change > .lines")
             gaps = change.locator("i").evaluate_all(
                 "all => all.map(x => [x.parentElement.className,"
                 " +x.style.getPropertyValue('--n')])"
@@ -540,23 +588,87 @@ def test_a_line_stands_beside_what_it_was_changed_into(visit, address):
                 assert count == len(other) - len(rows)
             heights = [change.locator(x).bounding_box() for x in (".old", ".new")]
             assert heights[0]["height"] == heights[1]["height"]
-    gap = tab.locator(".hunk > .lines i").first
+    gap = tab.locator(".change > .lines i").first
     ground = gap.evaluate("x => getComputedStyle(x).backgroundImage")
     assert "gradient" in ground  # hatched
 
 
 def test_a_wide_screen_says_beside_the_code_what_each_change_does(visit):
+    """As far as there is room, so that the code is not torn apart."""
     tab = visit(PAIR, viewport=LARGE)
+    shown = 0
     for hunk in hunks(OLD, NEW):
         change = tab.locator(f"#hunk-{hunk.number}")
-        code = change.locator("> .lines").bounding_box()
-        why = change.locator(".why")
-        assert why.locator("summary").bounding_box()["x"] >= code["x"] + code["width"]
-        assert why.get_by_text("What.").is_visible()
-        assert not why.get_by_text("Why.", exact=True).is_visible()
-    change.locator(".why summary").click()
+        code = change.locator(".change > .lines").bounding_box()
+        title = change.locator(".whys > *").first.locator(":scope:is(p), summary")
+        box = title.bounding_box()
+        assert box["x"] >= code["x"] + code["width"]
+        assert box["height"] < 32
+        assert title.evaluate("x => x.scrollWidth <= x.clientWidth")
+        parts = change.locator(":scope > h2, .lines:visible, .fold > summary")
+        heights = sum(x.bounding_box()["height"] for x in parts.all())
+        assert abs(change.bounding_box()["height"] - heights) < 4
+        for why in change.locator(".why").all():
+            assert why.get_by_text("What.").is_visible()
+            assert not why.get_by_text("Why.", exact=True).is_visible()
+            assert why.locator("summary").evaluate(MARKER) == "none"
+            shown += 1
+    assert shown
+    why = tab.locator(".why").last
+    why.locator("summary").click()
     assert why.get_by_text("Why.", exact=True).is_visible()
+    assert why.locator("summary").evaluate(MARKER) != "none"
     check_barriers(tab, [(LARGE, "light")])
+
+
+MARKER = "x => getComputedStyle(x).listStyleType"
+
+
+@pytest.mark.parametrize("pair", [*EDGES, (OLD, list(RUNGS)[-1])], ids=str)
+def test_a_page_is_not_longer_on_a_wide_screen(visit, pair):
+    tab = visit(url_of(*pair), viewport=LARGE)
+    height = "document.documentElement.scrollHeight"
+    for explain in (False, True):
+        if explain:
+            tab.get_by_role("button", name="Explain all").press("Enter")
+        found = []
+        for width in (PHONE["width"], 1280, 1700, 1879, 1920, 2400):
+            tab.set_viewport_size({"width": width, "height": 900})
+            found.append(tab.evaluate(height))
+        assert max(found[4:]) <= min(found[:4]), found
+
+
+BOTH_IN_SIGHT = """change => {
+    const seen = (x) => {
+        const box = x.getBoundingClientRect();
+        const at = document.elementFromPoint(box.left + 60, box.top + box.height / 2);
+        return x.contains(at) || at?.contains(x) || String(box.top);
+    };
+    const flip = change.querySelector(".flip");
+    flip.querySelector("legend").scrollIntoView({ block: "center" });
+    const line = change.querySelector("ins .out").parentElement;
+    const label = flip.querySelector("label");
+    const { left, top } = label.getBoundingClientRect();
+    return [seen(line), label.contains(document.elementFromPoint(left + 9, top + 9))];
+}"""
+
+
+@pytest.mark.parametrize(
+    "viewport", [PHONE, WIDE, LARGE], ids=["phone", "desktop", "large"]
+)
+@pytest.mark.parametrize("pair", EDGES, ids=str)
+def test_the_struck_line_and_the_switch_are_seen_together(visit, pair, viewport):
+    tab = visit(url_of(*pair), viewport=viewport)
+    changes = tab.locator(".hunk:has(.flip):has(ins .out)")
+    if pair == (OLD, NEW):
+        assert changes.count() > 3
+    for change in changes.all():
+        why = change.locator(".why").filter(has=tab.locator(".flip")).first
+        why.locator("summary").press("Enter")
+        assert change.evaluate(BOTH_IN_SIGHT) == [True, True], change.get_attribute(
+            "id"
+        )
+        why.locator("summary").press("Enter")
 
 
 def test_copy_takes_the_lines_of_a_change(visit):
@@ -576,7 +688,9 @@ def test_a_selection_stays_in_its_column(visit, side, name):
     tab = visit(f"{PAIR}#hunk-8")
     tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     first, last = (
-        tab.locator(f"#hunk-{x} > .lines .{side} > [data-n]").last.bounding_box()
+        tab.locator(
+            f"#hunk-{x} > .change > .lines .{side} > [data-n]"
+        ).last.bounding_box()
         for x in (8, 9)
     )
     tab.mouse.move(first["x"] + 60, first["y"] + 3)
@@ -587,6 +701,12 @@ def test_a_selection_stays_in_its_column(visit, side, name):
     copied = tab.evaluate("navigator.clipboard.readText()").splitlines()
     lines = [x.strip() for x in read_lines(name)]
     assert len(copied) > 6
+    first, last = (
+        getattr(hunks(OLD, NEW)[x], "old_start" if side == "old" else "new_start")
+        for x in (7, 8)
+    )
+    blank = [x for x in read_lines(name)[first - 1 : last] if not x.strip()]
+    assert len([x for x in copied if not x.strip()]) <= len(blank)
     assert not [x for x in copied[1:] if x.strip() not in lines]
     other = [x.removed if side == "new" else x.added for x in hunks(OLD, NEW)[7:9]]
     assert not set(copied) & {x for some in other for x in some}
@@ -621,27 +741,82 @@ def test_a_line_of_a_file_has_an_address(visit):
     assert tab.url.endswith("#L42")
 
 
-def test_the_choice_keeps_the_place(visit):
-    """That of the side that stays."""
+def test_the_choice_keeps_the_place(visit, address):
+    """That of the change on the side that stays, or else of the line."""
     other = next(x for x in RUNGS if x not in (OLD, NEW))
-    tab = visit(f"{PAIR}#hunk-13")
-    first = """side => {
-        const edge = document.querySelector(".names").getBoundingClientRect().bottom;
-        const below = (x) => x.getBoundingClientRect().bottom > edge;
-        const lines = [...document.querySelectorAll(`.${side} > [data-n]`)];
-        return lines.find((x) => x.checkVisibility() && below(x)).id }"""
-    line = tab.evaluate(first, "old")
-    choose(tab, "new", other)
-    tab.wait_for_url(f"**/{url_of(OLD, other)}#{line}")
+    for number in (9, 13):
+        tab = visit(f"{PAIR}#hunk-{number}")
+        hunk = hunks(OLD, NEW)[number - 1]
+        choose(tab, "new", other)
+        tab.wait_for_url(f"**/{url_of(OLD, other)}#hunk-*")
+        found = hunks(OLD, other)[int(tab.url.rpartition("-")[2]) - 1]
+        last = found.old_start + len(found.removed)
+        assert found.old_start <= hunk.old_start <= last
+        assert 0 < tab.locator(f"#hunk-{found.number}").evaluate(LANDED) < 150
+        tab.get_by_role("link", name="Swap the sides").click()
+        tab.wait_for_url(f"**/{url_of(other, OLD)}#hunk-*")
+        back = hunks(other, OLD)[int(tab.url.rpartition("-")[2]) - 1]
+        assert back.new_start == found.old_start
+    tab = visit(f"{PAIR}#L80")  # far from a change
+    choose(tab, "old", other)
+    tab.wait_for_url(f"**/{url_of(other, NEW)}#*")
     assert tab.evaluate("scrollY") > 300
-    assert 0 < tab.locator(f"#{line}").evaluate(LANDED) < 150
-    line = f"old-{tab.evaluate(first, 'new')}"
-    tab.get_by_role("link", name="Swap the sides").click()
-    tab.wait_for_url(f"**/{url_of(other, OLD)}#{line}")
-    assert 0 < tab.locator(f"#{line}").evaluate(LANDED) < 150
     tab.goto(urljoin(tab.url, f"../{PAIR}"))
     choose(tab, "old", other)  # from the top, one gets to the top
     tab.wait_for_url("**/" + url_of(other, NEW))
+
+
+def test_a_key_opens_the_change_that_a_key_has_led_to(visit):
+    tab = visit(PAIR)
+    assert tab.get_by_text("Enter opens").is_visible()
+    why = tab.locator("#hunk-16 .why")
+    for _ in range(16):
+        tab.keyboard.press("n")
+    assert not why.evaluate("x => x.open")
+    tab.keyboard.press("Enter")
+    assert why.evaluate("x => x.open")
+    tab.keyboard.press("Enter")
+    tab.locator("#hunk-16 h2 a").focus()
+    tab.keyboard.press("Tab")
+    assert why.locator("summary").evaluate("x => x === document.activeElement")
+
+
+@pytest.mark.parametrize(("old", "new"), RUNG_PAIRS)
+def test_the_page_says_which_step_is_explained_or_taken_back(site, old, new):
+    html = (site / url_of(old, new)).read_text()
+    assert ("backwards" in html) == (new in ancestry(old))
+    steps = set(re.findall(r'<p class="step">From (\S+) to (\S+):</p>', html))
+    assert (not steps) == ((old, new) in EDGES)
+    assert steps <= set(EDGES) - {(old, new)}
+
+
+def test_a_title_says_that_there_is_a_wrong_output(site):
+    for old, new in RUNG_PAIRS:
+        html = (site / url_of(old, new)).read_text()
+        for why in html.split('<details class="why">')[1:]:
+            summary = why.split("</summary>")[0]
+            text = why.split("</details>")[0]
+            assert ("wrong output" in summary) == ('class="flip"' in text)
+
+
+def test_an_output_in_a_switch_is_not_shown_before_it(site):
+    """Where a section has both outputs, as that of `@record`."""
+    seen = 0
+    for page in CHAPTERS:
+        for block in page.blocks:
+            if not block.hunks:
+                continue
+            html = (site / url_of(block.old, block.new)).read_text()
+            html = html.split(f'id="hunk-{home_of(page, block)}"')[1]
+            html = html.split("<section")[0]
+            for run in wrong_runs(page, block):
+                right = right_output(page, run)
+                if right and right.anchor == run.anchor:
+                    before = html.split("<fieldset")[0]
+                    assert "highlight-console" not in before
+                    assert not before.endswith(":</p>")
+                    seen += 1
+    assert seen
 
 
 def test_keys_lead_to_the_next_and_the_previous_change(visit):
@@ -705,7 +880,7 @@ def test_code_is_large_enough_everywhere(visit, width):
 @pytest.mark.parametrize(("width", "columns"), [(1199, 1), (1200, 2), (1920, 2)])
 def test_a_narrow_screen_has_one_column(visit, width, columns):
     tab = visit(PAIR, viewport={"width": width, "height": 900})
-    change = tab.locator("#hunk-8 > .lines")
+    change = tab.locator("#hunk-8 > .change > .lines")
     old, new = [change.locator(x).bounding_box() for x in (".old", ".new")]
     assert (old["y"] == new["y"]) == (columns == 2)
     assert (old["x"] == new["x"]) == (columns == 1)
@@ -764,7 +939,7 @@ def test_print_is_landscape_and_explained(visit):
         assert why.bounding_box()["height"] > 0
     kept = "x => getComputedStyle(x).breakInside"
     assert tab.locator(".fold").first.evaluate(kept) == "avoid"
-    change = tab.locator("#hunk-8 > .lines")
+    change = tab.locator("#hunk-8 > .change > .lines")
     old, new = [change.locator(x).bounding_box() for x in (".old", ".new")]
     assert old["y"] == new["y"]
     paper = re.search(

@@ -14,6 +14,7 @@ from urllib.parse import urljoin, urlsplit
 
 from docutils import nodes
 
+from ladder.diffs import hunks
 from ladder.pages import parse, right_output
 from ladder.rungs import InputError, read_lines
 from website.commands import VARIES
@@ -58,13 +59,25 @@ class Explainer:
         section = next(
             x for x in doctree.findall(nodes.section) if x.get("slug") == anchor
         )
-        parts, lines, block = [("motivation", [])], set(), None
+        parts, lines, block, step = [("motivation", [])], set(), None, None
+        markers = [x.astext().strip() for x in section.children if x.tagname == "raw"]
+        here = [blocks[x] for x in markers if x in blocks]
+        # A right output that the section shows before the wrong one: the switch has it.
+        both = {
+            x.line: right[x.line].line
+            for x in here
+            if is_wrong(x, right) and x.line in right and right[x.line] in here
+        }
         for node in section.children:
             if isinstance(node, (nodes.title, nodes.section)):
                 continue
             text = node.astext().strip()
             if isinstance(node, nodes.raw) and text.startswith("<!--"):
                 block = blocks.get(text)
+                if block and block.kind == "diff":
+                    step = block.old, block.new
+                if block and block.line in {*both, *both.values()}:
+                    parts[-1][1][-1:] = without_lead(parts[-1][1][-1:])
                 if block and is_wrong(block, right):
                     other = right.get(block.line)
                     lines |= faulty_lines(block, other.faults if other else [])
@@ -72,7 +85,11 @@ class Explainer:
                     parts[-1][1].append(flip(block, *outputs))
             elif isinstance(node, nodes.raw) and 'class="beside"' in text:
                 continue  # it leads to the page that this is for
-            elif block and (block.kind == "diff" or is_wrong(block, right)):
+            elif block and (
+                block.kind == "diff"
+                or is_wrong(block, right)
+                or block.line in both.values()
+            ):
                 continue
             else:
                 part = PARTS.get(first_words(node))
@@ -86,6 +103,8 @@ class Explainer:
             "chapter": self.app.env.titles[page].astext(),
             "parts": [(part, "".join(html)) for part, html in parts if html],
             "lines": lines,
+            "step": step,
+            "flips": any("<fieldset" in x for _, html in parts for x in html),
         }
 
     def html(self, page, node):
@@ -103,23 +122,32 @@ class Explainer:
         return html.replace(' class="docutils literal notranslate"', ' class="literal"')
 
 
-def once(hunks, whys):
-    """`whys` with each text at the largest of its hunks, and a link to it at others.
+def once(old, new, whys):
+    """`whys` with each text at one of its hunks of two scripts, and links to it.
 
-    For two scripts that are far apart: with every text at every hunk that it explains,
-    a page would weigh too much.
+    At the one with a line that its switch strikes through, or else at the largest.
     """
     home = {}
-    for hunk in sorted(hunks, key=lambda hunk: -len(hunk.lines)):
+    for hunk in hunks(old, new):
+        sides = (old, hunk.old_start, hunk.removed), (new, hunk.new_start, hunk.added)
+        lines = {(name, start + i) for name, start, x in sides for i in range(len(x))}
         for why in whys[hunk.number]:
-            home.setdefault(why["link"], hunk.number)
+            rank = bool(lines & why["lines"]), len(hunk.lines), -hunk.number
+            home[why["link"]] = max(rank, home.get(why["link"], rank))
+    at = {link: -rank[2] for link, rank in home.items()}
     return {
         number: [
-            why if home[why["link"]] == number else why | {"at": home[why["link"]]}
+            why if at[why["link"]] == number else why | {"at": at[why["link"]]}
             for why in some
         ]
         for number, some in whys.items()
     }
+
+
+def without_lead(html):
+    """[HTML of a paragraph] without its last sentence, if that leads to an output."""
+    lead = r"(^<p>|(?<=[.!?])\s)[^.!?]*:</p>$"
+    return [y for x in html if (y := re.sub(lead, "</p>", x)) != "</p>"]
 
 
 def first_words(node):

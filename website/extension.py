@@ -141,6 +141,7 @@ def make_pages(app):
     common = {
         "rungs": rungs,
         "edges": EDGES,
+        "ancestry": ancestry,
         "slug": slug,
         "page_of": page_of,
         "source": source_page,
@@ -165,8 +166,7 @@ def make_pages(app):
             n: [explainer.why(page, anchor) for page, _, anchor in some]
             for n, some in places.items()
         }
-        if (old, new) not in explained:
-            whys = once(hunks(old, new), whys)
+        whys = once(old, new, whys)
         context = common | {
             "title": f"{old} and {new} side by side",
             "old": old,

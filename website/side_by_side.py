@@ -287,6 +287,8 @@ def parts(old, new, whys):
             "hunk": hunk,
             "whys": whys[hunk.number],
             "count": len(left),
+            # On a phone, which shows one side below the other and breaks long lines.
+            "narrow": sum(len(x) // LONG + 1 for x in hunk.removed + hunk.added),
             "old": changed("del", OLD, old, hunk.old_start, left, marks[0], out),
             "new": changed("ins", NEW, new, hunk.new_start, right, marks[1], out),
         }

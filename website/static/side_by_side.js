@@ -46,29 +46,53 @@ for (const button of all("[data-open]")) {
 const names = document.querySelector(".names");
 const edge = () => names.getBoundingClientRect().bottom;
 
-// What the reader looks at stays in sight when one side is exchanged: the first line of
-// the side that stays, if the reader has left the top of the page.
+// The change that the reader is at: the one that was gone to, if it is in sight.
+const changes = all(".hunk");
+function here() {
+  const tops = changes.map((x) => x.getBoundingClientRect().top);
+  const target = changes.findIndex((x) => x.matches(":target"));
+  if (tops[target] > 0 && tops[target] < innerHeight) return target;
+  return tops.filter((top) => top < edge()).length - 1;
+}
+
+// What the reader looks at stays in sight when one side is exchanged: the line of the
+// side that stays at which the current change is, or else its first line that is in
+// sight and not blank. Nothing, if the reader has not left the top of the page.
 function place(side) {
   if (document.querySelector(".sbs .highlight").getBoundingClientRect().top > edge() - 1) return "";
-  const line = all(`.${side} > [data-n]`).find(
-    (x) => x.checkVisibility() && x.getBoundingClientRect().bottom > edge());
-  return line ? `#${line.id}` : "";
+  const below = (x) => x.getBoundingClientRect().bottom > edge();
+  const change = changes[here()]?.querySelector(".change");
+  const lines = all(`.${side} > [data-n]`);
+  const inside = change && below(change.firstElementChild);
+  const line = inside
+    ? lines.find((x) => change.compareDocumentPosition(x) & (FOLLOWING | CONTAINED))
+    : lines.find((x) => x.checkVisibility() && below(x) && x.textContent.trim());
+  return line ? `#at-${line.id}` : "";
+}
+const { DOCUMENT_POSITION_FOLLOWING: FOLLOWING, DOCUMENT_POSITION_CONTAINED_BY: CONTAINED } = Node;
+
+// Such a place is the change that has the line or ends before it, or else the line.
+function arrive() {
+  const line = document.getElementById(location.hash.replace(/^#at-/, ""));
+  if (!line || !location.hash.startsWith("#at-")) return;
+  const first = line.parentElement.firstElementChild === line;
+  const is = line.closest(".change") || (first && line.closest(".after > .lines:first-child"));
+  location.replace(`#${is ? line.closest(".hunk").id : line.id}`);
 }
 
 if (names) {
   names.addEventListener("change", ({ target }) => {
     const [from, to] = [names.elements.old.value, names.elements.new.value];
     const stays = target.name === "old" ? "new" : "old";
-    if (from !== to) location.href = `${from}--${to}.html${place(stays)}`;
-    else names.querySelector("[role=status]").textContent = "Choose two different scripts.";
+    if (from === to) document.querySelector("[data-swap]").click();
+    else location.href = `${from}--${to}.html${place(stays)}`;
   });
   // The choice that is shown is that of the page, also when one comes back to it.
   addEventListener("pageshow", () => names.reset());
 }
 for (const link of all("[data-swap]")) {
   link.addEventListener("click", () => {
-    const line = place("new");
-    link.hash = line && `#old-${line.slice(1)}`;
+    link.hash = place("new").replace("#at-", "#at-old-");
   });
 }
 
@@ -81,6 +105,7 @@ function find() {
   const at = [...line.parentElement.children].indexOf(line);
   line.parentElement.nextElementSibling.children[at].scrollIntoView();
 }
+arrive();
 find();
 addEventListener("hashchange", find);
 
@@ -95,15 +120,24 @@ for (const box of all(".highlight")) {
     if (pre) box.dataset.select = pre.className;
     else delete box.dataset.select;
   });
-}
-
-// The change that the reader is at: the one that was gone to, if it is in sight.
-const changes = all(".hunk");
-function here() {
-  const tops = changes.map((x) => x.getBoundingClientRect().top);
-  const target = changes.findIndex((x) => x.matches(":target"));
-  if (tops[target] > 0 && tops[target] < innerHeight) return target;
-  return tops.filter((top) => top < edge()).length - 1;
+  // The lines of this column, and not the blank ones that stand for what lies between.
+  box.addEventListener("copy", (event) => {
+    const [side, chosen] = [box.dataset.select, getSelection()];
+    if (!side || !chosen.rangeCount) return;
+    const range = chosen.getRangeAt(0);
+    if (!range.startContainer.parentElement.closest(`.lines .${side}`)) return;
+    const texts = all(`.highlight .${side} > [data-n]`)
+      .filter((x) => x.checkVisibility() && range.intersectsNode(x))
+      .map((x) => {
+        const part = document.createRange();
+        part.selectNodeContents(x);
+        if (x.contains(range.startContainer)) part.setStart(range.startContainer, range.startOffset);
+        if (x.contains(range.endContainer)) part.setEnd(range.endContainer, range.endOffset);
+        return part.toString();
+      });
+    event.clipboardData.setData("text/plain", texts.join(""));
+    event.preventDefault();
+  });
 }
 
 const keys = document.querySelector("[data-keys]");
@@ -116,7 +150,9 @@ addEventListener("keydown", (event) => {
   const step = { n: 1, p: -1 }[event.key];
   if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
   const goal = event.target.closest?.(fields) ? null : changes[here() + step];
-  if (goal) location.replace(`#${goal.id}`);
+  if (!goal) return;
+  location.replace(`#${goal.id}`);
+  goal.querySelector(".whys :is(summary, a)")?.focus({ preventScroll: true });
 });
 
 const strip = all(".strip a");
