@@ -70,6 +70,8 @@ from website.commands import run_all, same
 # Each part is followed by a text, which may be in italics but is no other part.
 PARTS = [rf"\*\*{part}\.\*\* (?!\*\*)\S" for part in ("What", "Why", "Without it")]
 
+FIRST_CHAPTER = "1_single_gpu"  # it reads the script that has no parent
+
 # What stands between the markers
 
 
@@ -150,6 +152,8 @@ def rungs_table(block, explained):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         found = {place[0]: None for place in explained.get((parent, name), {}).values()}
+        if not parent:
+            found = {FIRST_CHAPTER: None}
         chapters = ", ".join(
             link(block, title(page), f"docs/{page}.md") for page in found
         )
