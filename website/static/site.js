@@ -40,13 +40,14 @@ for (const [id, drawer] of [["__navigation", ".sidebar-drawer"], ["__toc", ".toc
   if (box) follow();
 }
 
-// The menu shows the entry of this page.
-const menu = document.querySelector(".sidebar-scroll");
-const entry = menu?.querySelector(".current-page > a");
-if (entry) {
+// The menu shows the entry of this page, once its picture has its place.
+addEventListener("load", () => {
+  const menu = document.querySelector(".sidebar-scroll");
+  const entry = menu?.querySelector(".current-page > a");
+  if (!entry) return;
   const below = entry.getBoundingClientRect().bottom - menu.getBoundingClientRect().bottom;
   if (below > 0) menu.scrollTop += below + menu.clientHeight / 2;
-}
+});
 
 // The theme's button has three states.
 function nameTheme() {
