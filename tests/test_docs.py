@@ -559,6 +559,8 @@ def test_what_varies_is_masked_and_nothing_else():
         ["0.51 ms, or 1.3 small all-reduces"], ["9.1 ms, or 7.0 small all-reduces"]
     )
     assert not same(["rank 0"], ["rank 1"])
+    assert same(["a", "[...]", "b"], ["[...]", "a", "b"])
+    assert not same(["a", "[...]", "b"], ["b", "[...]", "a"])
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)
