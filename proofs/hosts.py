@@ -372,8 +372,9 @@ class Session:
             "mend": Host.mend,
             "slow": Host.slow,
         }
-        for host in hosts:
-            self._start(host)
+        with self.lock:  # no action before all hosts are on
+            for host in hosts:
+                self._start(host)
 
     def _start(self, host):
         if host.first is None:

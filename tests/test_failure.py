@@ -126,9 +126,11 @@ def test_restarts_are_used_up(tmp_path):
     done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)
     assert done.returncode == 1
     assert [x for x in done.stdout.splitlines() if "attempt 1 has" in x]
-    summary = done.stderr.split("Root Cause (first observed failure):")[1]
-    assert "rank      : 1 (local_rank: 1)" in summary
-    assert "Signal 9 (SIGKILL) received by PID" in summary
+    # Both ranks have failed by the time that torchrun looks, if the machine is busy. It
+    # then takes the one that wrote down its error for the first.
+    report = done.stderr.split("FAILED")[1]
+    killed = report.split("rank      : 1 (local_rank: 1)")[1].split("rank  ")[0]
+    assert "Signal 9 (SIGKILL) received by PID" in killed
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
     assert not left_over(mark)
 
