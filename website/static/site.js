@@ -46,7 +46,8 @@ addEventListener("load", () => {
   const entry = menu?.querySelector(".current-page > a");
   if (!entry) return;
   const below = entry.getBoundingClientRect().bottom - menu.getBoundingClientRect().bottom;
-  if (below > 0) menu.scrollTop += below + menu.clientHeight / 2;
+  const by = below > 0 ? below + menu.clientHeight / 2 : 0;
+  menu.scrollBy({ top: by, behavior: "instant" });  // and not slowly, as the theme would
 });
 
 // The theme's button has three states.
