@@ -561,6 +561,7 @@ def test_what_varies_is_masked_and_nothing_else():
     assert not same(["rank 0"], ["rank 1"])
     assert same(["a", "[...]", "b"], ["[...]", "a", "b"])
     assert not same(["a", "[...]", "b"], ["b", "[...]", "a"])
+    assert not same(["a", "[...]", "b"], ["a", "b"])
 
 
 @pytest.mark.parametrize(("parent", "child"), EDGES)

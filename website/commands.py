@@ -57,6 +57,8 @@ def same(one, other):
         ]
 
     (words, numbers), (other_words, others) = parts(one), parts(other)
+    if (CUT in one) != (CUT in other):
+        return False
     return words == other_words and all(
         abs(a - b) <= 1e-3 * max(abs(a), abs(b))
         for a, b in zip(numbers, others, strict=True)

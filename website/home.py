@@ -8,7 +8,7 @@ from ladder.diffs import changed_lines, hunks
 from ladder.pages import parse
 from ladder.rungs import RUNGS, ancestry, read_lines, summary, trunk, variants
 
-# What DDP is, in four changes: each of these texts stands in one change.
+# DDP in four changes: each of these texts is in one of them.
 EXCERPT = ["self.ddp_model =", "set_epoch", "output = self.ddp_model", "drop_last=True"]
 DOORS = [
     {
