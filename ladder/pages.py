@@ -21,10 +21,12 @@ GROUPS = {
     "Do": [
         "convert_your_script",
         "make_it_real",
-        "real_job",
-        "preemptible",
         "slurm",
         "preflight",
+    ],
+    "Variants": [
+        "real_job",
+        "preemptible",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],
