@@ -7,10 +7,11 @@ out again, one at a time (proofs/mutations.py), runs the tests on what is left, 
 prints which of them fails. With `utils.py`, all of it counts as added, and the tests of
 all rungs count, but arguments are left in. Without names it does all rungs.
 
-The tests that the line's explanation names run first, and one of them must fail: else
-the chapter is wrong. If none of them fails, the other tests of rungs run too. Tests
-marked `text` do not count, because they compare files and so fail for any line. Nor do
-tests whose names have other rungs in them only: they never run this one.
+The tests that the line's explanation names run first, the quickest of them before the
+others, and one of them must fail: else the chapter is wrong. If none of them fails, the
+other tests of rungs run too. Tests marked `text` do not count, because they compare
+files and so fail for any line. Nor do tests whose names have other rungs in them only:
+they never run this one.
 
 Before tests run on what is left, they run on the rung as it is, as a control: a test
 that fails without a line says something only if it passes with it. A test that times
@@ -64,11 +65,15 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The tests by their ids, and the seconds on the clock and of the processors."""
+    """The tests by their ids, and the seconds on the clock and of the processors.
+
+    took_s: {id: seconds} of the tests that ran.
+    """
 
     selected: list
     failed: list
     timed_out: list
+    took_s: dict
     seconds: float
     cpu_s: float
     log: Path
@@ -87,6 +92,7 @@ class Judge:
     def __init__(self, child, task, time_out):
         self.child, self.task, self.time_out = child, task, time_out
         self.selected, self.failed, self.timed_out = [], [], []
+        self.took_s = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -104,11 +110,13 @@ class Judge:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
+        test = item.nodeid
+        self.took_s[test] = self.took_s.get(test, 0) + report.duration
         if report.failed:
             if isinstance(call.excinfo.value, self.time_out):
-                self.timed_out.append(item.nodeid)
+                self.timed_out.append(test)
             else:
-                self.failed.append(item.nodeid)
+                self.failed.append(test)
                 if self.task.mutant:
                     item.session.shouldstop = "a test has failed"
         return report
@@ -149,7 +157,8 @@ def run_tests(root, child, task, answer):
         status = pytest.main([*options, *task.tests], plugins=[judge])
         if status == pytest.ExitCode.USAGE_ERROR:  # a test is not there, for one
             judge.failed.append(PYTEST)
-    answer.write_text(json.dumps([judge.selected, judge.failed, judge.timed_out]))
+    facts = judge.selected, judge.failed, judge.timed_out, judge.took_s
+    answer.write_text(json.dumps(facts))
 
 
 # Forks
@@ -218,7 +227,7 @@ class Forks:
                 if not ended and seconds > LIMIT_S:
                     kill_family(pid)
                     _, _, usage = os.wait4(pid, 0)
-                    facts = [], [], [f"all tests within {LIMIT_S} s"]
+                    facts = [], [], [f"all tests within {LIMIT_S} s"], {}
                 elif ended and (folder / ".answer").exists():
                     facts = json.loads((folder / ".answer").read_text())
                 elif ended:
@@ -255,7 +264,7 @@ class Proof:
         self.chosen = [mutant for mutant in self.mutants if only in mutant.what]
         self.files = [f"tests/{name}.py" for name in names or []] or rung_tests()
         self.named = self.named_by_line()
-        self.outcomes = {}  # {mutant: Outcome} of those that the named tests let pass
+        self.took_s = {}  # {test's id: seconds} in the control
         self.justified = set()  # what survives, as survivors.txt says
         self.bad = []
         self.cpu_s = 0
@@ -279,7 +288,7 @@ class Proof:
         named = {test for mutant in self.chosen for test in self.named[mutant.line]}
         if not self.control(forks, named):
             return False
-        tasks = [Task(mutant, self.named[mutant.line], []) for mutant in self.chosen]
+        tasks = [Task(x, self.quickest_first(x), []) for x in self.chosen]
         unmissed = {}
         for task, outcome in self.run(forks, tasks):
             if outcome.failed and PYTEST not in outcome.failed:
@@ -300,6 +309,17 @@ class Proof:
         self.bad += self.not_needed()
         return not self.bad
 
+    def quickest_first(self, mutant):
+        """The tests that the explanation of its line names, as the control took them.
+
+        A run that several tests look at counts for the one that asked for it first.
+        """
+
+        def seconds(named):
+            return sum(self.took_s[test] for test in self.took_s if is_of(test, named))
+
+        return sorted(self.named[mutant.line], key=seconds)
+
     def run(self, forks, tasks):
         for task, outcome in forks.run(tasks):
             self.cpu_s += outcome.cpu_s
@@ -314,6 +334,7 @@ class Proof:
         selected, failures = [], []
         for _, outcome in self.run(forks, tasks):
             selected += outcome.selected
+            self.took_s |= outcome.took_s
             wrong = [f"{test} fails" for test in outcome.failed]
             wrong += [f"{test} TIMED OUT" for test in outcome.timed_out]
             if wrong:

@@ -534,6 +534,20 @@ def test_a_forked_command_ends_as_a_real_one(shims, empty, how):
         assert status == 124
 
 
+def test_a_command_that_hangs_shows_where(shims, empty, monkeypatch):
+    """In its own interpreters, in forks, and in the processes that these have made."""
+    if not shutil.which("py-spy"):
+        pytest.skip("py-spy shows the stacks: pip install -r tests/requirements.txt")
+    monkeypatch.setattr("website.commands.TIMEOUT_S", 3)
+    script = "import os, time\ndef waits_here():\n    time.sleep(60)\n"
+    script += "os.fork()\nwaits_here()\n"
+    command = Command(Page("page", [], files={"x.py": script}), 1, "python x.py")
+    for way in (shims, None):
+        status, output = run_command(command, empty, way)
+        assert status == 124
+        assert output.count("waits_here (") == 2, output
+
+
 @pytest.mark.parametrize(
     ("text", "fault", "is_real"),
     [

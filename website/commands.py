@@ -16,7 +16,7 @@ from pathlib import Path
 from ladder.files import copy_tree, edit
 from ladder.pages import Block, Page
 from ladder.rungs import ROOT, RUNGS, docstring
-from proofs.processes import clean_env, left_over
+from proofs.processes import clean_env, descendants, left_over
 from website.forks import Forks, forked
 
 CUT = "[...]"  # stands for lines that are not shown
@@ -94,7 +94,7 @@ def run(command, tree, shims=None):
 
     shims: a folder to put first on its PATH, or None. Of a pipe, the last exit status
     that is not 0 counts. Status 124: it did not end, or left processes behind; they are
-    ended.
+    ended. What did not end has its stacks below its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
@@ -123,11 +123,27 @@ def run(command, tree, shims=None):
                 status = process.wait(TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 status = 124
+                out.write(stacks(folder).encode())
         if end_what_is_left(folder):
             status = 124
         process.wait()
         output = Path(folder, "output").read_bytes().decode(errors="replace")
         return status, output.replace(str(copy), "~")
+
+
+def stacks(mark):
+    """Where the processes of a command are, if py-spy is there to look at them."""
+    pids = {*left_over(mark, 0), *forked(mark)}
+    pids = sorted(pids.union(*map(descendants, pids)))
+    if not (spy := shutil.which("py-spy")):
+        return f"processes {pids} did not end; py-spy, if installed, would say more\n"
+    dumps = [
+        subprocess.run(
+            [spy, "dump", "--native", "--pid", str(pid)], capture_output=True
+        )
+        for pid in pids
+    ]
+    return "".join(x.stdout.decode(errors="replace") for x in dumps)
 
 
 def end_what_is_left(mark):
