@@ -464,6 +464,16 @@ def test_output_and_commands(copy, case, monkeypatch):
     assert (status, words in said) == (expected, True), said
 
 
+def test_what_hangs_is_run_once_more_and_said(copy, tmp_path, monkeypatch):
+    """A hang is no verdict about an output. The second run decides."""
+    once = f"if mkdir {tmp_path}/begun 2> /dev/null; then {SLEEP}; fi; echo ended"
+    (copy / "docs/page.md").write_text(f"# Page\n\n<!-- run {once} -->\n<!-- end -->\n")
+    monkeypatch.setenv("DOCS_TIMEOUT_S", "1")
+    status, said = build(copy, "--only", "page")
+    assert (status, said.count("no end within 1 s")) == (0, 1)
+    assert "\nended\n" in (copy / "docs/page.md").read_text()
+
+
 @pytest.mark.text
 @pytest.mark.parametrize(
     ("fault", "status"),

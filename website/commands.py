@@ -21,6 +21,7 @@ from website.forks import Forks, forked
 
 CUT = "[...]"  # stands for lines that are not shown
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 120))  # the longest takes about 20 s
+HUNG = f"no end within {TIMEOUT_S} s"
 PATIENCE_S = 0.2  # for processes that are about to end when their command has ended
 SLOWEST = 12  # how many commands the table at the end has
 COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
@@ -123,7 +124,7 @@ def run(command, tree, shims=None):
                 status = process.wait(TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 status = 124
-                out.write(stacks(folder).encode())
+                out.write(f"{HUNG}\n{stacks(folder)}".encode())
         if end_what_is_left(folder):
             status = 124
         process.wait()
@@ -227,7 +228,8 @@ def commands_of(pages):
 def run_all(pages, real=False):
     """Run every command, two at a time: ({(page, line): fence}, [what went wrong]).
 
-    real: all by interpreters of their own, as a reader does, and none by forks.
+    real: all by interpreters of their own, as a reader does, and none by forks. What
+    hangs is printed with its stacks, and run a second time, which decides.
     """
     outputs, problems, took_s = {}, [], []
     commands = commands_of(pages)
@@ -243,7 +245,11 @@ def run_all(pages, real=False):
             if command.only_flags:
                 result = parse_flags(command, shims)
             else:
-                result = run(command, tree, None if command.is_real() else shims)
+                way = None if command.is_real() else shims
+                result = run(command, tree, way)
+                if HUNG in result[1]:  # no verdict: once more, and all can see it
+                    print(f"{command.text}\n{result[1]}", flush=True)
+                    result = run(command, tree, way)
             return *result, time.monotonic() - start
 
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
