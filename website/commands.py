@@ -248,7 +248,7 @@ def run_all(pages, real=False):
                 way = None if command.is_real() else shims
                 result = run(command, tree, way)
                 if HUNG in result[1]:  # no verdict: once more, and all can see it
-                    print(f"{command.text}\n{result[1]}", flush=True)
+                    print(f"{command.text}\n{result[1]}", file=sys.stderr)
                     result = run(command, tree, way)
             return *result, time.monotonic() - start
 
