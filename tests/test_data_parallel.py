@@ -116,6 +116,18 @@ def test_without_their_prefix_they_resume_bit_for_bit(prefixed, copy_of, runs):
     assert same_bits(load(path), load(undisturbed))
 
 
+def test_ddp_goes_on_where_data_parallel_ended(runs, copy_of):
+    """And back: the losses are those of one process, up to rounding."""
+    path = copy_of(runs(NAME)[0])
+    curve = losses(train(ROOT / "multigpu.py", 6, 6, cwd=path.parent))
+    options = ("--batch-size", 64)
+    curve += losses(train(ROOT / NAME, 7, 7, *options, cwd=path.parent))
+    alone = path.parent / "alone"
+    alone.mkdir()
+    expected = losses(train(ROOT / "single_gpu.py", 7, 7, *options, cwd=alone))
+    torch.testing.assert_close(curve, expected[5:], rtol=1e-6, atol=2e-6)
+
+
 # The loss, outside of the model and inside
 
 
@@ -151,6 +163,15 @@ def test_the_loss_of_gathered_outputs_is_that_of_the_batch(pieces_of, batch, gpu
         torch.autograd.grad(x, list(model.parameters())) for x in (gathered, alone)
     )
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("batch", "gpus"), UNEVEN)
+def test_a_loss_per_sample_may_be_inside(pieces_of, batch, gpus):
+    """Its mean is that of the batch, because each sample counts once."""
+    model, (source, targets), pieces = pieces_of(batch, gpus)
+    each = [F.mse_loss(model(x), y, reduction="none") for x, y in pieces]
+    alone = F.mse_loss(model(source), targets)
+    torch.testing.assert_close(torch.cat(each).mean(), alone, rtol=1e-12, atol=0)
 
 
 def numbers(line):

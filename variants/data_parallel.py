@@ -73,7 +73,7 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.dp_model(source)
+        output = self.dp_model(source)  # of the whole batch, on the first GPU
         loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
