@@ -581,7 +581,10 @@ def broadcast_snapshot(snapshot, src, device):
 
 
 def describe_run(trainer):
-    """What is about to run, in two lines. A rung with more to say prints it after."""
+    """What is about to run, in two lines. A rung with more to say prints it after.
+
+    DataParallel, which a Trainer has in `dp_model`, gets a third line.
+    """
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -598,10 +601,27 @@ def describe_run(trainer):
         plan = f"resuming from {path}: {done} of {total} epochs are finished"
     else:
         plan = f"starting with epoch 1: no epoch is finished in {path}"
+    if hasattr(trainer, "dp_model"):
+        plan += f"\n{describe_split(trainer.dp_model, batch)}"
     return (
         f"{world_size} x {device}, batch {batch} each: effective batch"
         f" {world_size * batch}, {len(train_data)} steps per epoch,"
         f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out\n{plan}"
+    )
+
+
+def describe_split(dp_model, batch):
+    """How `torch.nn.DataParallel` splits a batch of this many samples, in a line."""
+    count = len(getattr(dp_model, "device_ids", []))  # a plain model has none
+    if count < 2:
+        return (
+            "DataParallel passes each batch through: it splits over two or more CUDA"
+            f" GPUs, and this run uses {count}"
+        )
+    sizes = [len(x) for x in torch.empty(batch).chunk(count)]  # as DataParallel does
+    return (
+        f"DataParallel splits each batch over {len(sizes)} of {count} CUDA GPUs:"
+        f" {' + '.join(map(str, sizes))} samples"
     )
 
 

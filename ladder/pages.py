@@ -25,6 +25,7 @@ GROUPS = {
         "preflight",
     ],
     "Variants": [
+        "data_parallel",
         "real_job",
         "preemptible",
     ],

@@ -1,5 +1,6 @@
 """With an accelerator: one process on each, and no more than there are."""
 
+import json
 import re
 import shutil
 import sys
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT, RUNGS
-from proofs.launch import DISTRIBUTED, launch, task_of
+from proofs.launch import DISTRIBUTED, launch, plant, task_of, train
 from proofs.processes import run
-from proofs.results import losses
+from proofs.results import load, losses, weights
 from tests.conftest import VISIBLE
 
 if not shutil.which("nvidia-smi"):
@@ -51,3 +52,50 @@ def test_more_processes_than_gpus_are_refused(count, name, tmp_path):
     line = f"{nprocs} processes here need {nprocs} accelerators: there is {count}"
     assert done.stderr.count(line) == 1
     assert not list(tmp_path.iterdir())
+
+
+DATA_PARALLEL = "variants/data_parallel.py"
+
+
+@pytest.fixture
+def two(count):
+    """The environment in which there are two GPUs."""
+    if count < 2:
+        pytest.skip("DataParallel splits batches over two GPUs or more")
+    names = (VISIBLE or "0,1").split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[:2])}
+
+
+def test_data_parallel_splits_each_batch_over_two_gpus(two, runs, tmp_path):
+    """In training and in evaluation; an odd batch, too. It trains the same model."""
+    script = plant(DATA_PARALLEL, tmp_path / "copy", hooks=["data_parallel"])
+    options = ("--batch-size", 64)
+    done = train(script, 5, 2, *options, cwd=tmp_path, real=WHY, **two)
+    line = "DataParallel splits each batch over 2 of 2 CUDA GPUs: 32 + 32 samples"
+    assert done.stdout.splitlines()[2] == line
+    alone = losses(runs("single_gpu.py")[1])
+    torch.testing.assert_close(losses(done), alone, rtol=1e-3, atol=1e-4)
+    noted = json.loads((tmp_path / "noted.json").read_text())
+    steps = 5 * (2048 // 64 + 512 // 64)
+    for gpu in ("cuda:0", "cuda:1"):
+        assert noted["calls"].count([gpu, 32]) == steps
+    assert len(noted["calls"]) == 2 * steps
+    assert list(load(tmp_path / "snapshot.pt")["MODEL_STATE"]) == ["weight", "bias"]
+
+    options = ("--batch-size", 33, "--snapshot-path", "odd.pt")
+    done = train(script, 1, 1, *options, cwd=tmp_path, real=WHY, **two)
+    assert done.stdout.splitlines()[2].endswith("2 of 2 CUDA GPUs: 17 + 16 samples")
+    script = ROOT / "single_gpu.py"
+    options = ("--batch-size", 33, "--snapshot-path", "alone.pt", "--device", "cpu")
+    train(script, 1, 1, *options, cwd=tmp_path, real=WHY)
+    mine, theirs = (weights(tmp_path / x) for x in ("odd.pt", "alone.pt"))
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_data_parallel_leaves_the_gpus_alone_on_the_cpu(two, tmp_path):
+    """It would take them, and refuse a model that is on the CPU."""
+    options = ("--device", "cpu")
+    script = ROOT / DATA_PARALLEL
+    done = train(script, 1, 1, *options, cwd=tmp_path, real=WHY, **two)
+    assert done.stdout.startswith("1 x cpu (cuda is not used), batch 32 each")
+    assert done.stdout.splitlines()[2].endswith("and this run uses 0")
