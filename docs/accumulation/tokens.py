@@ -20,7 +20,7 @@ MICRO = 2  # sentences of a micro-batch
 def make_data():
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(50, (2, 12, 12), generator=generator)
-    lengths = torch.tensor([1, 12, 2, 11, 3, 10, 4, 9, 5, 8, 6, 7])
+    lengths = torch.tensor([1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12])
     labels[torch.arange(12) >= lengths[:, None]] = PAD
     return tokens, labels
 
