@@ -215,8 +215,8 @@ def watched(tmp_path_factory):
 def test_less_is_kept_for_backward(watched):
     """A quarter: of 8 samples, not 32, 20 features, an output and a target."""
     assert watched[1] == {
-        "per step: 1 all-reduces, 84 bytes | gradient error 0.000 %"
-        f" | ranks apart 0.000000 | kept for backward {8 * 22 * 4} bytes"
+        "per step: all-reduces 1, bytes 84 | gradient error 0.000 %"
+        f" | ranks apart 0.000000 | bytes kept for backward {8 * 22 * 4}"
     }
 
 

@@ -8,6 +8,7 @@ that has all sentences in one batch. In float64, so that no rounding hides a mis
 """
 
 import contextlib
+import functools
 import gc
 from datetime import timedelta
 
@@ -38,6 +39,11 @@ def gradient(model):
     return torch.cat([x.grad.flatten() for x in model.parameters()])
 
 
+def divided(logits, labels, total, world_size):
+    loss_sum = F.cross_entropy(logits, labels, ignore_index=PAD, reduction="sum")
+    return loss_sum * world_size / total
+
+
 def accumulate(ddp_model, micro_batches, loss_fn):
     """The gradient of this rank's micro-batches, averaged over the ranks by DDP."""
     ddp_model.zero_grad()
@@ -63,22 +69,16 @@ def compare():
         loss = F.cross_entropy(logits, labels, ignore_index=PAD)
         return loss / len(micro_batches)
 
-    def divided_by(total, factor):
-        def loss_fn(logits, labels):
-            loss_sum = F.cross_entropy(
-                logits, labels, ignore_index=PAD, reduction="sum"
-            )
-            return loss_sum * factor / total
-
-        return loss_fn
-
     total = sum((labels != PAD).sum() for _, labels in micro_batches)
     ways = {
         "the mean of all means": mean_of_means,
-        "divided by this rank's tokens": divided_by(total.clone(), 1),
+        "divided by this rank's tokens": functools.partial(
+            divided, total=total.clone(), world_size=1
+        ),
     }
     dist.all_reduce(total)
-    ways["divided by all ranks' tokens"] = divided_by(total, world_size)
+    all_ranks = functools.partial(divided, total=total, world_size=world_size)
+    ways["divided by all ranks' tokens"] = all_ranks
     for way, loss_fn in ways.items():
         found = accumulate(ddp_model, micro_batches, loss_fn)
         error = (found - expected).norm() / expected.norm()

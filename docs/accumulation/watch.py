@@ -11,7 +11,7 @@ with the largest number of bytes that autograd kept at one time:
     gradient error          how far the gradient that the optimizer used is from the
                             gradient of the whole batch of all ranks, in percent
     ranks apart             the largest difference of a weight between two ranks
-    kept for backward       bytes of the tensors that autograd keeps until `backward`
+    bytes kept for backward of the tensors that autograd keeps until `backward`
 
 It computes the gradient of the whole batch once more, and so it needs a model without
 dropout and without batch normalization. Training itself stays the same.
@@ -65,11 +65,11 @@ def attach(trainer):
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         steps = seen["steps"]
         trainer._print(
-            f"per step: {seen['all-reduces'] / steps:g} all-reduces,"
-            f" {seen['bytes'] / steps:g} bytes"
+            f"per step: all-reduces {seen['all-reduces'] / steps:g},"
+            f" bytes {seen['bytes'] / steps:g}"
             f" | gradient error {100 * seen['error'] / steps:.3f} %"
             f" | ranks apart {(highest - lowest).max():.6f}"
-            f" | kept for backward {Kept.most} bytes"
+            f" | bytes kept for backward {Kept.most}"
         )
         seen.update(dict.fromkeys(seen, 0))
         return evaluate()
