@@ -1,4 +1,4 @@
-"""Accumulate gradients over micro-batches, send them once. Parent: multigpu.py
+"""Accumulate gradients of small batches, send them once. Parent: multigpu.py
 
 python -m variants.gradient_accumulation 50 10 --accumulate 4
 """
