@@ -28,6 +28,7 @@ GROUPS = {
         "data_parallel",
         "real_job",
         "preemptible",
+        "gradient_accumulation",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],
