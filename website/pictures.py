@@ -250,7 +250,7 @@ def draw_ladder(steps, leaves, step_of):
         x, y = 20 + COLUMN * i, STEPS_TOP + RISE * (len(steps) - 1 - i)
         svg.rect(x, y, STEP[0], floor - y, f"{STEP_COLOURS[i]} edge", rx=4)
         svg.text(x + 14, y + 26, name, "ink h c")
-        svg.lines(x + 14, y + 48, 17, textwrap.wrap(what, 31))
+        svg.lines(x + 14, y + 48, 17, textwrap.wrap(what, 31, break_on_hyphens=False))
         if size:
             left, arrow = x - COLUMN + 190, y + 22
             svg.line(f"M{left} {y + RISE - 3}V{arrow}H{x - 7}", "strong line thick")
@@ -265,7 +265,7 @@ def draw_ladder(steps, leaves, step_of):
         x, y = 20 + COLUMN * (i % 3), floor + 40 + (LEAF[1] + 8) * (i // 3)
         svg.rect(x, y, *LEAF, f"{STEP_COLOURS[step_of[name]]} edge", rx=4)
         svg.text(x + 12, y + 21, name.removeprefix("variants/"), "ink b c")
-        svg.lines(x + 12, y + 39, 15, textwrap.wrap(what, 35)[:2], "ink s")
+        svg.lines(x + 12, y + 39, 15, textwrap.wrap(what, 35, break_on_hyphens=False)[:2], "ink s")
         parent = parent.removeprefix("variants/")
         svg.text(x + 12, y + 74, f"{size} changed lines from {parent}", "soft s")
     return svg.done()
