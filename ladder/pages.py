@@ -26,6 +26,7 @@ GROUPS = {
     ],
     "Variants": [
         "real_job",
+        "mixed_precision",
         "preemptible",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],

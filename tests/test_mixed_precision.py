@@ -213,6 +213,20 @@ def test_one_wait_in_each_step(in_bfloat16, in_float16):
         assert set(rank["waits"]) == {0}
 
 
+def test_a_fused_optimizer_skips_and_is_counted(tmp_path):
+    """The scaler calls it in each step, and it skips on the device."""
+    fused = ("SGD, lr=0.001, momentum=0.9", "AdamW, lr=0.1, fused=True")
+    hooks = ["mixed_precision"]
+    script = plant(NAME, tmp_path / "copy", fused, hooks=hooks)
+    done = train(script, 2, 1, *FP16, cwd=tmp_path, SPOILED=f"{SPOILED} 1 1e6")
+    first, second = noted(tmp_path)
+    assert first["weights"] == second["weights"]
+    assert first["weights"][SPOILED - 1] == first["weights"][SPOILED - 2]
+    assert first["scales"][SPOILED - 1] == first["scales"][SPOILED - 2] / 2
+    assert skipped(done)[1] == 1
+    assert set(first["waits"]) == {0}
+
+
 # Clipping
 
 
