@@ -227,6 +227,12 @@ def test_a_fused_optimizer_skips_and_is_counted(tmp_path):
     assert set(first["waits"]) == {0}
 
 
+def test_what_is_counted_stays_on_the_device(in_float16):
+    """Else each step would copy from it. On a CPU, nothing else shows that."""
+    for rank in noted(in_float16[0]):
+        assert set(rank["zeros"]) == {"cpu"}
+
+
 # Clipping
 
 

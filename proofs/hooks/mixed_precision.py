@@ -6,6 +6,7 @@
     weights, norms     after each step: the weights, and the norm of the gradients
     waits              in each step: how often Python asked for the value of a tensor,
                        for which it waits where there is an accelerator
+    zeros              of each epoch: the devices that its sums were asked to be on
 
 Where SPOILED is "STEP RANK FACTOR", the samples of that step (from 1) of that rank are
 multiplied by the factor. The device of rank LACKING has no bfloat16.
@@ -21,7 +22,7 @@ from hooks import rank, replace
 
 import utils
 
-noted = {name: [] for name in ("scales", "weights", "norms", "waits")}
+noted = {name: [] for name in ("scales", "weights", "norms", "waits", "zeros")}
 dtypes = collections.defaultdict(set)
 
 
@@ -35,6 +36,14 @@ class Waits(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), options=None):
         self.count += getattr(function, "__name__", "") in self.ASKING
         return function(*arguments, **(options or {}))
+
+
+class Placed(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function is torch.zeros:
+            noted["zeros"].append(str(options.get("device")))
+        return function(*arguments, **options)
 
 
 class Trainer:
@@ -52,6 +61,10 @@ class Trainer:
             return result
 
         return note
+
+    def _run_epoch(self, epoch):
+        with Placed():
+            return super()._run_epoch(epoch)
 
     def _run_batch(self, source, targets):
         at = f"{len(noted['scales']) + 1} {rank()} "
