@@ -622,7 +622,10 @@ def broadcast_snapshot(snapshot, src, device):
 
 
 def describe_run(trainer):
-    """What is about to run, in two lines. A rung with more to say prints it after."""
+    """What is about to run, in two lines, and the precision, if a rung mixes two.
+
+    A rung with more to say prints it after.
+    """
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
     world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import utils
 from ladder.rungs import ROOT
+from proofs.hooks import digits
 from proofs.launch import hooks_to_compare, launch, plant, run_script, train
 from proofs.results import load, losses, same_bits, weights
 
@@ -98,6 +99,33 @@ def test_float16_learns(tmp_path):
     """It gets within 10 % of the noise floor, too."""
     done = train(ROOT / NAME, 15, 15, *FP16, cwd=tmp_path)
     assert losses(done)[-1][1] == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reads_handwritten_digits(in_float32, tmp_path, precision):
+    """With two layers: the held-out loss is within 2 % of the parent's."""
+    options = ("--precision", precision)
+    loss, accuracy = read_digits(NAME, tmp_path, *options)
+    assert accuracy >= 0.965
+    assert loss == pytest.approx(in_float32[0], rel=0.02)
+    assert loss != in_float32[0]
+
+
+@pytest.fixture(scope="module")
+def in_float32(tmp_path_factory):
+    return read_digits(PARENT, tmp_path_factory.mktemp("float32"))
+
+
+def read_digits(name, folder, *options):
+    """(held-out loss, accuracy) of 20 epochs; the accuracy is computed in float32."""
+    pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
+    script = plant(name, folder / "copy", hooks=["digits"])
+    done = train(script, 20, 20, "--batch-size", 30, *options, cwd=folder)
+    _, eval_set, model, *_ = digits.around_load_train_objs(None)
+    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    source, targets = eval_set[:]
+    right = model(source).argmax(1) == targets
+    return losses(done)[-1][1], right.double().mean()
 
 
 def test_with_the_scaler_it_computes_what_the_parent_does(tmp_path):

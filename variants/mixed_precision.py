@@ -93,9 +93,9 @@ class Trainer:
             output = self.ddp_model(source)
             loss = self.loss_fn(output, targets)
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.skipped += self.scaler.is_enabled() and ~norm.isfinite()
+        self.skipped += self.scaler.is_enabled() and ~norm.isfinite()  # no .item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()

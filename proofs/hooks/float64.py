@@ -5,13 +5,12 @@ from torch.utils.data import Dataset
 
 
 class Float64(Dataset):
-    """`data` in float64, with what else is known of it: its noise floor."""
+    """`data` in float64."""
 
     def __init__(self, data):
         self.data = data
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["data"], name)
+        if hasattr(data, "noise_floor"):
+            self.noise_floor = data.noise_floor
 
     def __len__(self):
         return len(self.data)
