@@ -10,6 +10,7 @@ import csv
 import glob
 import io
 import logging
+import math
 import multiprocessing
 import os
 import shlex
@@ -216,7 +217,28 @@ def positive_int(text):
     return int(text)
 
 
+def positive_float(text):
+    """`text` as a float above 0, else the error that argparse makes a line of."""
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 NPROCS = "processes to start (default: one per accelerator, or 2 on the CPU)"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = {
+    "choices": ["auto", *DTYPES],
+    "default": "auto",
+    "help": "what autocast computes in: bf16 (bfloat16), fp16 (float16 with a scaled "
+    "loss), or auto (bf16 if all devices have it, else fp16; this is the default)",
+}
+CLIP = {
+    "type": positive_float,
+    "default": math.inf,
+    "metavar": "MAX_NORM",
+    "help": "scale gradients of a larger norm down to this one (default: leave them)",
+}
 
 
 def make_parser(doc):
@@ -314,6 +336,25 @@ def get_device(name, local_rank=None, nprocs=1):
         reason = str(error).splitlines()[0]
         fail(f"cannot use {kind} {index}: {reason}. --device cpu trains without it")
     return torch.device(kind, index)
+
+
+def has_bfloat16(device):
+    """Whether `device` computes in bfloat16 itself. Older GPUs only imitate it."""
+    if device.type not in ("cuda", "xpu"):
+        return True
+    return torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+
+
+def autocast_dtype(precision, device):
+    """The dtype that `--precision` means. All ranks call this, and all get the same.
+
+    A rank that scaled its loss while others did not would spoil the gradients of all.
+    """
+    if precision != "auto":
+        return DTYPES[precision]
+    all_have_it = torch.tensor(int(has_bfloat16(device)), device=device)
+    dist.all_reduce(all_have_it, dist.ReduceOp.MIN)
+    return torch.bfloat16 if all_have_it.item() else torch.float16
 
 
 def check_run(
@@ -581,9 +622,10 @@ def broadcast_snapshot(snapshot, src, device):
 
 
 def describe_run(trainer):
-    """What is about to run, in two lines. A rung with more to say prints it after.
+    """What is about to run, in two lines, and what is special about the rung in a third.
 
-    DataParallel, which a Trainer has in `dp_model`, gets a third line.
+    A Trainer with DataParallel has a `dp_model`, one of mixed precision a `scaler`. A
+    rung with more to say prints it after.
     """
     train_data, eval_data = trainer.train_data, trainer.eval_data
     batch, path, done = train_data.batch_size, trainer.snapshot_path, trainer.epochs_run
@@ -603,6 +645,8 @@ def describe_run(trainer):
         plan = f"starting with epoch 1: no epoch is finished in {path}"
     if hasattr(trainer, "dp_model"):
         plan += f"\n{describe_split(trainer.dp_model, batch)}"
+    if hasattr(trainer, "scaler"):
+        plan += f"\n{describe_precision(trainer)}"
     return (
         f"{world_size} x {device}, batch {batch} each: effective batch"
         f" {world_size * batch}, {len(train_data)} steps per epoch,"
@@ -625,12 +669,20 @@ def describe_split(dp_model, batch):
     )
 
 
+def describe_precision(trainer):
+    """What a rung that mixes precisions computes in, in a line."""
+    scale, weights = trainer.scaler.get_scale(), trainer.model.parameters()
+    dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
+    text = f"autocast to {trainer.dtype}, weights in {dtypes}, loss scale {scale:g}"
+    return text.replace("torch.", "")
+
+
 def describe_epoch(trainer, metrics, samples_per_s):
-    """How the epoch went that has just finished; `metrics`: names and their floats."""
+    """How the epoch went that has just finished; `metrics`: names and their numbers."""
     line = f"epoch {trainer.epochs_run}/{trainer.total_epochs}"
-    for name, value in metrics.items():
-        line += f" | {name} {value:.6f}"
     floor = getattr(trainer.eval_data.dataset, "noise_floor", None)
-    if floor:
-        line += f" (noise floor {floor:.6f})"
+    for name, value in metrics.items():
+        line += f" | {name} {value if isinstance(value, int) else f'{value:.6f}'}"
+        if floor and name == "held-out loss":
+            line += f" (noise floor {floor:.6f})"
     return f"{line} | {samples_per_s:,.0f} samples/s"

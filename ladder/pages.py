@@ -27,6 +27,7 @@ GROUPS = {
     "Variants": [
         "data_parallel",
         "real_job",
+        "mixed_precision",
         "preemptible",
         "gradient_accumulation",
     ],

@@ -46,6 +46,17 @@ def objects_of(name):
 
 OF_THE_TRUNKS_TASK = [x for x in RUNGS if task_of(x) == "single_gpu.py"]
 
+
+def hooks_to_compare(name):
+    """The hooks with which this rung's numbers can be compared with another's.
+
+    A rung that mixes precisions differs from its parent by what it rounds. But autocast
+    leaves float64 alone: there, nothing but this rounding is taken out.
+    """
+    mixes = "torch.autocast(" in (ROOT / name).read_text()
+    return ("float64",) if mixes else ()
+
+
 HOOKS = Path(__file__).parent / "hooks"
 ENTRY = 'if __name__ == "__main__":'
 

@@ -84,17 +84,20 @@ def processes_of(name, nprocs):
 def runs(tmp_path_factory):
     """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
 
-    It saves every second epoch. In forks.
+    It saves every second epoch. In forks. With `hooks`, it runs a copy that has them.
     """
 
     @once
-    def run(name, nprocs):
+    def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("run")
+        script = ROOT / name
+        if hooks:
+            script = launch.plant(name, tmp_path_factory.mktemp("copy"), hooks=hooks)
         options = ("--batch-size", launch.batch_size(name, 64, nprocs))
-        done = launch.train(ROOT / name, 5, 2, *options, cwd=folder, nprocs=nprocs)
+        done = launch.train(script, 5, 2, *options, cwd=folder, nprocs=nprocs)
         return folder, done
 
-    return lambda name, nprocs=2: run(name, processes_of(name, nprocs))
+    return lambda name, nprocs=2, hooks=(): run(name, processes_of(name, nprocs), hooks)
 
 
 @pytest.fixture(scope="session")
@@ -125,13 +128,13 @@ def probes(tmp_path_factory):
 
     Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
-    those of proofs/hooks/probe.py.
+    those of proofs/hooks/probe.py. `hooks`: others to attach before it.
     """
 
     @once
-    def run(name, nprocs):
+    def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
-        script = launch.plant(name, folder, hooks=["probe"])
+        script = launch.plant(name, folder, hooks=[*hooks, "probe"])
         options = ("--batch-size", launch.batch_size(name, 66, nprocs))
         done = launch.train(script, 2, 1, *options, cwd=folder, nprocs=nprocs)
         files = sorted(folder.glob("probe.*.json"))
@@ -139,7 +142,7 @@ def probes(tmp_path_factory):
         facts = [json.loads(file.read_text()) for file in files]
         return results.losses(done), facts, done
 
-    return lambda name, nprocs: run(name, processes_of(name, nprocs))
+    return lambda name, nprocs, hooks=(): run(name, processes_of(name, nprocs), hooks)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT, RUNGS
-from proofs.launch import DISTRIBUTED, launch, plant, task_of, train
+from proofs.launch import (
+    DISTRIBUTED,
+    hooks_to_compare,
+    launch,
+    plant,
+    task_of,
+    train,
+)
 from proofs.processes import run
 from proofs.results import load, losses, weights
 from tests.conftest import VISIBLE
@@ -36,11 +43,12 @@ def count(tmp_path_factory):
 def test_one_process_trains_on_the_gpu(runs, count, name, tmp_path):
     """The losses are those of the CPU, as far as the GPU rounds alike."""
     options = ("--batch-size", 64)
-    script = ROOT / name
+    hooks = hooks_to_compare(name)
+    script = plant(name, tmp_path / "copy", hooks=hooks) if hooks else ROOT / name
     done = launch(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=WHY, **ENV)
     assert done.returncode == 0, done.stderr
     assert re.match(r"1 x cuda, batch \d+ each: effective batch 64", done.stdout)
-    alone = losses(runs(task_of(name), 1)[1])
+    alone = losses(runs(task_of(name), 1, hooks)[1])
     torch.testing.assert_close(losses(done), alone, rtol=1e-3, atol=1e-4)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ladder.rungs import RUNGS
-from proofs.launch import DISTRIBUTED, plant, task_of, train
+from proofs.launch import DISTRIBUTED, hooks_to_compare, plant, task_of, train
 
 two_ranks = pytest.mark.parametrize(("name", "nprocs"), [(x, 2) for x in DISTRIBUTED])
 
@@ -36,8 +36,9 @@ def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
 @two_ranks
 def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
     """On 197 samples and 17 held out."""
-    alone, (facts,), _ = probes(task_of(name), 1)
-    several, ranks, _ = probes(name, nprocs)
+    hooks = hooks_to_compare(name)
+    alone, (facts,), _ = probes(task_of(name), 1, hooks)
+    several, ranks, _ = probes(name, nprocs, hooks)
     torch.testing.assert_close(several, alone, rtol=1e-6, atol=2e-6)
     for rank in ranks:
         torch.testing.assert_close(rank["weights"], facts["weights"], rtol=0, atol=1e-6)

@@ -1,5 +1,6 @@
 """Every rung learns, trains the model of the rung below, and resumes it bit for bit."""
 
+import functools
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ladder.rungs import EDGES, ROOT, RUNGS, commands
+from proofs.hooks.float64 import around_load_train_objs as to_float64
 from proofs.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
@@ -16,6 +18,7 @@ from proofs.launch import (
     batch_size,
     command,
     environment,
+    hooks_to_compare,
     launch,
     objects_of,
     plant,
@@ -100,9 +103,12 @@ def test_same_training_as_its_parent(runs, parent, child, nprocs):
 
     A rung with a task of its own trains on 2 processes as it does on one.
     """
-    others = runs(parent) if task_of(child) == task_of(parent) else runs(child, 1)
-    others_folder, others_done = others
-    folder, done = runs(child, nprocs)
+    hooks = hooks_to_compare(child)
+    if task_of(child) == task_of(parent):
+        others_folder, others_done = runs(parent, 2, hooks)
+    else:
+        others_folder, others_done = runs(child, 1, hooks)
+    folder, done = runs(child, nprocs, hooks)
     torch.testing.assert_close(losses(done), losses(others_done), rtol=1e-6, atol=2e-6)
     mine, theirs = (weights(x / "snapshot.pt") for x in (folder, others_folder))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
@@ -124,8 +130,8 @@ def test_says_what_it_does(runs, name):
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
     floor = r" \(noise floor 0\.010000\)" * hasattr(eval_set, "noise_floor")
     lines = re.findall(
-        r"^epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
-        rf"(?: \| [a-z -]+ \d+\.\d{{6}})*{floor} \| [\d,]+ samples/s$",
+        rf"^epoch \d/5 \| train loss \d+\.\d{{6}} \| held-out loss \d+\.\d{{6}}{floor}"
+        r"(?: \| [a-z -]+ \d+(?:\.\d{6})?)* \| [\d,]+ samples/s$",
         done.stdout,
         re.MULTILINE,
     )
@@ -211,11 +217,16 @@ def test_dropout_and_the_like_resume_too(tmp_path):
 @pytest.mark.parametrize("name", RUNGS)
 def test_what_is_evaluated_is_what_is_saved(name, tmp_path):
     """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
-    script = plant(name, tmp_path / "copy", hooks=["batch_norm"])
+    hooks = ["batch_norm", *hooks_to_compare(name)]
+    script = plant(name, tmp_path / "copy", hooks=hooks)
     done = train(script, 2, 1, cwd=tmp_path)
-    _, eval_set, model, loss_fn, _ = objects_of(name)
+    load_train_objs = functools.partial(objects_of, name)
+    if "float64" in hooks:
+        load_train_objs = functools.partial(to_float64, load_train_objs)
+    _, eval_set, model, loss_fn, _ = load_train_objs()
     source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(source.shape[1]), model)
+    norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
+    model = torch.nn.Sequential(norm, model)
     model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
     model.eval()
     loss = loss_fn(model(source), targets).item()

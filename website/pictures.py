@@ -265,7 +265,13 @@ def draw_ladder(steps, leaves, step_of):
         x, y = 20 + COLUMN * (i % 3), floor + 40 + (LEAF[1] + 8) * (i // 3)
         svg.rect(x, y, *LEAF, f"{STEP_COLOURS[step_of[name]]} edge", rx=4)
         svg.text(x + 12, y + 21, name.removeprefix("variants/"), "ink b c")
-        svg.lines(x + 12, y + 39, 15, textwrap.wrap(what, 35, break_on_hyphens=False)[:2], "ink s")
+        svg.lines(
+            x + 12,
+            y + 39,
+            15,
+            textwrap.wrap(what, 35, break_on_hyphens=False)[:2],
+            "ink s",
+        )
         parent = parent.removeprefix("variants/")
         svg.text(x + 12, y + 74, f"{size} changed lines from {parent}", "soft s")
     return svg.done()
