@@ -622,7 +622,7 @@ def broadcast_snapshot(snapshot, src, device):
 
 
 def describe_run(trainer):
-    """What is about to run, in two lines, and what is special about the rung in a third.
+    """What is about to run, in two lines, and what is special to the rung in a third.
 
     A Trainer with DataParallel has a `dp_model`, one of mixed precision a `scaler`. A
     rung with more to say prints it after.
