@@ -335,6 +335,11 @@ def roll_call(args, port):
     settings = {x: str(y) for x, y in vars(args).items() if x not in OF_ONE_MACHINE}
     settings |= {"device": device_type(args.device), "the script's checksum": checksum}
     me = {"nr": args.nr, "host": socket.gethostname(), "settings": settings}
+    if settings["device"] == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        try:
+            me["gloo"] = socket.gethostbyname(me["host"])
+        except OSError:  # gloo does the same
+            me["gloo"] = "127.0.0.1"
     place = f"{args.master_addr}:{args.master_port}"
     say(f"machine {args.nr} ({me['host']}) waits for {args.nodes} machines at {place}")
     if args.nr == 0:
@@ -350,7 +355,8 @@ def answer_all(args, me, port):
     """On machine 0: wait for the others, and tell them `port`, or what is wrong."""
     deadline = time.monotonic() + args.wait
     try:
-        socket.create_server((args.master_addr, 0)).close()  # is this its address?
+        with socket.socket() as probe:
+            probe.bind((args.master_addr, 0))  # is this an address of this machine?
         server = socket.create_server(("", args.master_port))
     except socket.gaierror as error:
         fail(f"--master-addr {args.master_addr}: {error.strerror}")
@@ -410,6 +416,13 @@ def why_not(me, other, there):
                 f"{name} is {other['settings'].get(name)} on machine {other['nr']}"
                 f" ({other['host']}) and {value} on machine 0 ({me['host']}): all"
                 " machines need the same"
+            )
+    for one in (me, other):  # gloo tells the others where its own host's name leads
+        if me["host"] != other["host"] and one.get("gloo", "").startswith("127."):
+            return (
+                f"on machine {one['nr']}, the name {one['host']} is {one['gloo']}: no"
+                " other machine could connect to it. Type there: export"
+                " GLOO_SOCKET_IFNAME=eth0 (or another name that `ip -br addr` shows)"
             )
     for one in there:
         if one["nr"] == other["nr"]:
