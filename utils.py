@@ -386,7 +386,8 @@ def answer_all(args, me, port):
             )
         for connection in ready:
             if connection is not server:  # it was closed: that machine has stopped
-                there.pop(connection).close()
+                del there[connection]
+                connection.close()
                 continue
             connection, _ = server.accept()
             connection.settimeout(5)
