@@ -8,16 +8,18 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import pytest
 import torch
 
 from ladder.rungs import ROOT
-from proofs.hosts import why_not
+from proofs.hosts import Hosts, why_not
 from proofs.launch import command, environment, plant, run_script, train
 from proofs.results import load, same_bits, weights
 from proofs.warm import Fork
@@ -360,5 +362,85 @@ def says_that_it_waits(fork, timeout_s=60):
 
 # Hosts that are separate
 
-on_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+NO_HOSTS = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 QUIET = {"OMP_NUM_THREADS": 1, "PYTHONWARNINGS": "ignore"}
+
+
+def on_host(host, nr, *options, total=5, script=SCRIPT, **env):
+    """Start what one types on a host of its own: a Job."""
+    nodes = ("--nodes", 2, "--nr", nr, "--master-addr", "node0")
+    words = command(script, total, 2, *nodes, *options, nprocs=1)
+    words = [sys.executable, *words[1:]]
+    return host.start(words, **environment(script, QUIET | env))
+
+
+def fault_of(job):
+    """The one line of its own with which it refuses to start."""
+    assert job.wait() == 2, job.output
+    (line,) = [x for x in job.output.splitlines() if x.startswith(ERROR)]
+    return line.removeprefix(ERROR)
+
+
+@pytest.mark.waits
+@NO_HOSTS
+def test_a_host_dies_and_the_same_commands_resume(tmp_path):
+    """No disk is shared. All end when one dies; nothing but its last epochs is lost."""
+    script = plant(NAME, tmp_path / "copy", hooks=["slow_steps"])
+    with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
+        how = {"script": script, "STEP_S": 0.01}
+        first, _ = (on_host(x, nr, total=10**6, **how) for nr, x in enumerate(hosts))
+        first.wait_for("^2 x cpu, batch 32 each")
+        first.wait_for("epoch 3/")
+        hosts[1].kill()
+        assert first.wait() == 1
+        assert "Connection" in first.output  # closed or reset by peer
+        saved = load(hosts[0].folder / "snapshot.pt")["EPOCHS_RUN"]
+        assert saved >= 2
+        hosts[1].boot()
+        how = {"total": saved + 1}
+        jobs = [on_host(host, nr, **how) for nr, host in enumerate(hosts)]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        there, none = (f"{host}:{host.folder}/snapshot.pt" for host in hosts)
+        line = f"all take rank 0's, {there}, with {saved} epochs ({none} has none)"
+        assert line in jobs[0].output
+        assert f"epoch {saved + 1}/{saved + 1}" in jobs[0].output
+        assert not list(hosts[1].folder.iterdir())
+
+
+@pytest.mark.waits
+@NO_HOSTS
+def test_what_hosts_say_of_each_other(tmp_path):
+    with Hosts(3, tmp_path, own_disks=True) as hosts:
+        # Started before machine 0, which is somewhere else, and by two people.
+        nodes = ("--nodes", 3)
+        twice = [on_host(hosts[nr], 1, *nodes) for nr in (1, 2)]
+        elsewhere = on_host(hosts[1], 0)
+        assert fault_of(elsewhere) == (
+            "--nr 0 belongs to the machine at --master-addr node0: this machine, node1,"
+            " does not have that address"
+        )
+        lines = [fault_of(job) for job in [on_host(hosts[0], 0, *nodes), *twice]]
+        assert len({*lines}) == 1
+        ends = [f"{x}. Each needs a number of its own" for x in ("node1", "node2")]
+        assert lines[0].startswith("two machines have --nr 1: node")
+        assert lines[0].endswith(tuple(ends))
+        # Debian lets a machine's own name lead to itself alone.
+        names = f"127.0.0.1 localhost\n127.0.1.1 node1\n{hosts[0].address} node0"
+        hosts[1].run("sh", "-c", 'echo "$0" > /etc/hosts', names)
+        both = [on_host(hosts[nr], nr) for nr in (0, 1)]
+        lines = [fault_of(job) for job in both]
+        assert lines[0] == lines[1]
+        assert lines[0].startswith(
+            "on machine 1, the name node1 is 127.0.1.1: no other machine could connect"
+            " to it. Type there: export GLOO_SOCKET_IFNAME=eth0 (or "
+        )
+        mended = {"GLOO_SOCKET_IFNAME": "eth0"}
+        both = [on_host(hosts[0], 0), on_host(hosts[1], 1, **mended)]
+        assert [job.wait() for job in both] == [0, 0], both[0].output
+        hosts[0].unplug()
+        line = fault_of(on_host(hosts[1], 1, "--wait", 2))
+        assert re.fullmatch(
+            r"after 2 s, machine 0 does not answer at node0:29500"
+            r" \((timed out|No route to host)\)",
+            line,
+        )
