@@ -25,6 +25,7 @@ GROUPS = {
         "preflight",
     ],
     "Variants": [
+        "multinode_spawn",
         "real_job",
         "preemptible",
     ],

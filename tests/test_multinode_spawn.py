@@ -79,7 +79,7 @@ def two_by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_by_two")
     (folder / "0").mkdir()
     train(ROOT / "single_gpu.py", 2, 2, "--batch-size", 64, cwd=folder / "0")
-    script = plant(NAME, folder / "copy", hooks=["note_rank"])
+    script = plant(NAME, folder / "copy", hooks=["note_rank", "on_device"])
     port, how = free_port(), {"gpus": 2, "script": script}
     both = [
         machine(nr, port, folder / str(nr), "--batch-size", 16, **how) for nr in (1, 0)
@@ -274,6 +274,14 @@ def test_what_machines_may_have_of_their_own(tmp_path, port):
     own = ["--snapshot-path", "other.pt", "--master-addr", "127.0.0.1", "--wait", 99]
     ended([machine(0, port, tmp_path), machine(1, port, tmp_path, *own)])
     assert list(files(tmp_path)) == ["snapshot.pt"]
+
+
+def test_machines_know_machine_0_by_its_address(tmp_path, port):
+    """And not by localhost, which is another machine on each."""
+    script = plant(NAME, tmp_path / "copy", hooks=["note_store"])
+    address = ["--master-addr", "127.0.0.2"]
+    ended([machine(x, port, tmp_path, *address, script=script) for x in (0, 1)])
+    assert {(tmp_path / f"store.{x}").read_text() for x in (0, 1)} == {"127.0.0.2"}
 
 
 def test_machine_0_does_not_answer(tmp_path, port):
