@@ -392,7 +392,7 @@ def answer_all(args, me, port):
             connection, _ = server.accept()
             connection.settimeout(5)
             other = hear(connection)
-            if "nr" not in other:  # somebody who looks for open ports
+            if not {"nr", "host", "settings"} <= other.keys():  # a port scan, say
                 connection.close()
                 continue
             fault = why_not(me, other, there.values())
@@ -400,8 +400,8 @@ def answer_all(args, me, port):
             if fault:
                 answer["fault"] = fault
     for connection in there:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+        tell(connection, answer)
+        connection.close()
     server.close()
     return answer
 
@@ -418,13 +418,14 @@ def why_not(me, other, there):
                 f" ({other['host']}) and {value} on machine 0 ({me['host']}): all"
                 " machines need the same"
             )
-    for one in (me, other):  # gloo tells the others where its own host's name leads
-        if me["host"] != other["host"] and one.get("gloo", "").startswith("127."):
-            return (
-                f"on machine {one['nr']}, the name {one['host']} is {one['gloo']}: no"
-                " other machine could connect to it. Type there: export"
-                " GLOO_SOCKET_IFNAME=eth0 (or another name that `ip -br addr` shows)"
-            )
+    # gloo tells the other machines where the name of its own leads.
+    to_itself = [x for x in (me, other) if x.get("gloo", "").startswith("127.")]
+    if to_itself and me["host"] != other["host"]:
+        names = [f"{x['host']} is {x['gloo']} on machine {x['nr']}" for x in to_itself]
+        return (
+            f"{' and '.join(names)}, where no other machine can connect to it. Type"
+            " there: export GLOO_SOCKET_IFNAME=eth0 (or what `ip -br addr` shows)"
+        )
     for one in there:
         if one["nr"] == other["nr"]:
             return (
@@ -450,14 +451,23 @@ def ask_machine_0(args, me, place):
                 reason = error.strerror or error
                 return {
                     "fault": f"after {args.wait} s, machine 0 does not answer at"
-                    f" {place} ({reason})"
+                    f" {place} ({reason}). Start it there, or give another"
+                    " --master-addr"
                 }
         time.sleep(0.2)
     with connection:
-        connection.sendall(json.dumps(me).encode() + b"\n")
+        tell(connection, me)
         connection.settimeout(args.wait + 5)
         answer = hear(connection)
-    return answer or {"fault": f"{place} gave no answer: see what machine 0 says"}
+    if answer.keys() & {"fault", "port"}:
+        return answer
+    return {"fault": f"{place} gave no answer: see what machine 0 says"}
+
+
+def tell(connection, what):
+    """Send it in one line, if the other side is still there."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(what).encode() + b"\n")
 
 
 def hear(connection):

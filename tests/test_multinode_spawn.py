@@ -208,6 +208,8 @@ def test_help(tmp_path):
     words = run_script(SCRIPT, "--help", cwd=tmp_path).stdout.split()
     words = " ".join(words)
     for line in (
+        "With `--nodes 2 --nr 0 --master-addr HOST` it is typed on HOST, machine 0 of"
+        " two; the same with `--nr 1` on machine 1.",
         "--epochs N the same as N 1: total_epochs is N, and every epoch is saved",
         "--nodes NODES machines (default: 1)",
         "--nr NR the number of this machine: 0, 1 and so on",
@@ -288,10 +290,13 @@ def test_machine_0_does_not_answer(tmp_path, port):
     (line,) = faults([machine(1, port, tmp_path, "--wait", 1)])
     place = f"localhost:{port}"
     reason = "Connection refused"
-    assert line == f"after 1 s, machine 0 does not answer at {place} ({reason})"
+    assert line == (
+        f"after 1 s, machine 0 does not answer at {place} ({reason}). Start it there,"
+        " or give another --master-addr"
+    )
 
 
-@pytest.mark.parametrize("said", ["", "SSH-2.0-OpenSSH\n", "[1]\n"])
+@pytest.mark.parametrize("said", ["", "SSH-2.0-OpenSSH\n", "[1]\n", "{}\n"])
 def test_somebody_else_answers(said, tmp_path):
     """Another service has the port: nothing, text, or JSON of another kind."""
     with socket.create_server(("", 0)) as server:
@@ -337,7 +342,7 @@ def test_strangers_and_machines_that_leave_do_not_count(tmp_path, port):
     how = {"nodes": 3}
     first = machine(0, port, tmp_path, **how)
     wait_for_port(port)
-    for text in (b"", b"GET / HTTP/1.1\n", b"7\n"):
+    for text in (b"", b"GET / HTTP/1.1\n", b"7\n", b'{"nr": 1}\n'):
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(text)
     left = machine(1, port, tmp_path, **how)
@@ -433,22 +438,22 @@ def test_what_hosts_say_of_each_other(tmp_path):
         assert lines[0].startswith("two machines have --nr 1: node")
         assert lines[0].endswith(tuple(ends))
         # Debian lets a machine's own name lead to itself alone.
-        names = f"127.0.0.1 localhost\n127.0.1.1 node1\n{hosts[0].address} node0"
-        hosts[1].run("sh", "-c", 'echo "$0" > /etc/hosts', names)
-        both = [on_host(hosts[nr], nr) for nr in (0, 1)]
-        lines = [fault_of(job) for job in both]
+        for one, other in (hosts[:2], hosts[1::-1]):
+            names = f"127.0.0.1 localhost\n127.0.1.1 {one}\n{other.address} {other}"
+            one.run("sh", "-c", 'echo "$0" > /etc/hosts', names)
+        lines = [fault_of(job) for job in [on_host(hosts[nr], nr) for nr in (0, 1)]]
         assert lines[0] == lines[1]
         assert lines[0].startswith(
-            "on machine 1, the name node1 is 127.0.1.1: no other machine could connect"
-            " to it. Type there: export GLOO_SOCKET_IFNAME=eth0 (or "
+            "node0 is 127.0.1.1 on machine 0 and node1 is 127.0.1.1 on machine 1, where"
+            " no other machine can connect to it. Type there: export GLOO_SOCKET_IFNAME"
         )
         mended = {"GLOO_SOCKET_IFNAME": "eth0"}
-        both = [on_host(hosts[0], 0), on_host(hosts[1], 1, **mended)]
+        both = [on_host(hosts[nr], nr, **mended) for nr in (0, 1)]
         assert [job.wait() for job in both] == [0, 0], both[0].output
         hosts[0].unplug()
         line = fault_of(on_host(hosts[1], 1, "--wait", 2))
         assert re.fullmatch(
             r"after 2 s, machine 0 does not answer at node0:29500"
-            r" \((timed out|No route to host)\)",
+            r" \((timed out|No route to host)\)\. Start it there, or .*",
             line,
         )
