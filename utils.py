@@ -7,12 +7,15 @@ import argparse
 import contextlib
 import copy
 import csv
+import errno
 import glob
 import io
+import json
 import logging
 import math
 import multiprocessing
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -21,6 +24,7 @@ import sys
 import time
 import uuid
 import zipfile
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -280,6 +284,222 @@ def make_parser(doc):
     return parser
 
 
+def parse_nodes(parser):
+    """The arguments of a script that is typed on each machine."""
+    parser.add_argument(
+        "--epochs",
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="the same as N 1: total_epochs is N, and every epoch is saved",
+    )
+    parser.add_argument(
+        "--nodes", type=positive_int, default=1, help="machines (default: 1)"
+    )
+    parser.add_argument(
+        "--nr", type=int, help="the number of this machine: 0, 1 and so on"
+    )
+    parser.add_argument(
+        "--gpus", "--nprocs", metavar="NPROCS", type=positive_int, help=NPROCS
+    )
+    parser.add_argument(
+        "--master-addr",
+        "--master_addr",
+        default="localhost",
+        help="the name or address of machine 0 (default: localhost)",
+    )
+    parser.add_argument(
+        "--master-port",
+        "--master_port",
+        type=positive_int,
+        default=29500,
+        help="the port at which machine 0 waits for the others (default: 29500)",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=positive_int,
+        default=300,
+        help="how long to wait for the other machines (default: 300)",
+    )
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.error = fail
+    early.add_argument("--epochs")
+    found, words = early.parse_known_args()
+    args = parser.parse_args([found.epochs, "1", *words] if found.epochs else words)
+    if args.nodes == 1:
+        args.nr, args.master_addr = args.nr or 0, "localhost"
+    if args.nr is None:
+        fail(f"--nodes {args.nodes}: type --nr 0 on the first machine, and so on")
+    if args.nr not in range(args.nodes):
+        fail(
+            f"--nr {args.nr}: of --nodes {args.nodes}, the first has --nr 0 and the"
+            f" last --nr {args.nodes - 1}"
+        )
+    if args.master_port > 65535:
+        fail(f"--master-port {args.master_port}: the last port is 65535")
+    return args
+
+
+# What each machine may have of its own. All else must be the same.
+OF_ONE_MACHINE = ("nr", "master_addr", "master_port", "snapshot_path", "wait")
+
+
+def roll_call(args, port):
+    """Machine 0's `port`, once all machines are there; else one line, exit status 2.
+
+    Each machine tells machine 0 what it was started with. Machine 0 compares, and
+    answers all at once: if something is wrong, all end with the same line.
+    """
+    if args.nodes == 1:
+        return port
+    with open(sys.argv[0], "rb") as script:
+        checksum = f"{zlib.crc32(script.read()):08x}"
+    settings = {x: str(y) for x, y in vars(args).items() if x not in OF_ONE_MACHINE}
+    settings |= {"device": device_type(args.device), "the script's checksum": checksum}
+    me = {"nr": args.nr, "host": socket.gethostname(), "settings": settings}
+    if settings["device"] == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        try:
+            me["gloo"] = socket.gethostbyname(me["host"])
+        except OSError:  # gloo does the same
+            me["gloo"] = "127.0.0.1"
+    place = f"{args.master_addr}:{args.master_port}"
+    say(f"machine {args.nr} ({me['host']}) waits for {args.nodes} machines at {place}")
+    if args.nr == 0:
+        answer = answer_all(args, me, port)
+    else:
+        answer = ask_machine_0(args, me, place)
+    if "fault" in answer:
+        fail(answer["fault"])
+    return answer["port"]
+
+
+def answer_all(args, me, port):
+    """On machine 0: wait for the others, and tell them `port`, or what is wrong."""
+    deadline = time.monotonic() + args.wait
+    try:
+        with socket.socket() as probe:
+            probe.bind((args.master_addr, 0))  # is this an address of this machine?
+        server = socket.create_server(("", args.master_port))
+    except socket.gaierror as error:
+        fail(f"--master-addr {args.master_addr}: {error.strerror}")
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            fail(
+                f"--nr 0 belongs to the machine at --master-addr {args.master_addr}:"
+                f" this machine, {me['host']}, does not have that address"
+            )
+        fail(
+            f"--master-port {args.master_port}: {os.strerror(error.errno)}. Choose"
+            " another one, on all machines"
+        )
+    there, answer = {}, {}  # of each connection, what its machine says
+    while not answer:
+        present = [x["nr"] for x in there.values()]
+        missing = [str(nr) for nr in range(1, args.nodes) if nr not in present]
+        if not missing:
+            answer = {"port": port}
+            break
+        patience = max(0, deadline - time.monotonic())
+        ready, _, _ = select.select([server, *there], [], [], patience)
+        if not ready:
+            answer["fault"] = (
+                f"after {args.wait} s, there is no machine with --nr"
+                f" {', '.join(missing)} (of --nodes {args.nodes})"
+            )
+        for connection in ready:
+            if connection is not server:  # it was closed: that machine has stopped
+                del there[connection]
+                connection.close()
+                continue
+            connection, _ = server.accept()
+            connection.settimeout(5)
+            other = hear(connection)
+            if not {"nr", "host", "settings"} <= other.keys():  # a port scan, say
+                connection.close()
+                continue
+            fault = why_not(me, other, there.values())
+            there[connection] = other
+            if fault:
+                answer["fault"] = fault
+    for connection in there:
+        tell(connection, answer)
+        connection.close()
+    server.close()
+    return answer
+
+
+def why_not(me, other, there):
+    """Why machine `other` cannot train with machine 0, `me`, and those that are there.
+
+    One line, or None.
+    """
+    for name, value in me["settings"].items():
+        if other["settings"].get(name) != value:
+            return (
+                f"{name} is {other['settings'].get(name)} on machine {other['nr']}"
+                f" ({other['host']}) and {value} on machine 0 ({me['host']}): all"
+                " machines need the same"
+            )
+    # gloo tells the other machines where the name of its own leads.
+    to_itself = [x for x in (me, other) if x.get("gloo", "").startswith("127.")]
+    if to_itself and me["host"] != other["host"]:
+        names = [f"{x['host']} is {x['gloo']} on machine {x['nr']}" for x in to_itself]
+        return (
+            f"{' and '.join(names)}, where no other machine can connect to it. Type"
+            " there: export GLOO_SOCKET_IFNAME=eth0 (or what `ip -br addr` shows)"
+        )
+    for one in there:
+        if one["nr"] == other["nr"]:
+            return (
+                f"two machines have --nr {one['nr']}: {one['host']} and"
+                f" {other['host']}. Each needs a number of its own"
+            )
+    return None
+
+
+def ask_machine_0(args, me, place):
+    """On all other machines: what machine 0 answers, or why it does not."""
+    deadline = time.monotonic() + args.wait
+    while True:
+        try:
+            connection = socket.create_connection(
+                (args.master_addr, args.master_port), timeout=min(5, args.wait)
+            )
+            break
+        except socket.gaierror as error:
+            fail(f"--master-addr {args.master_addr}: {error.strerror}")
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = error.strerror or error
+                return {
+                    "fault": f"after {args.wait} s, machine 0 does not answer at"
+                    f" {place} ({reason}). Start it there, or give another"
+                    " --master-addr"
+                }
+        time.sleep(0.2)
+    with connection:
+        tell(connection, me)
+        connection.settimeout(args.wait + 5)
+        answer = hear(connection)
+    if answer.keys() & {"fault", "port"}:
+        return answer
+    return {"fault": f"{place} gave no answer: see what machine 0 says"}
+
+
+def tell(connection, what):
+    """Send it in one line, if the other side is still there."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(what).encode() + b"\n")
+
+
+def hear(connection):
+    """What the other side says in one line, a dict; {} if it says nothing like it."""
+    with contextlib.suppress(OSError, ValueError), connection.makefile() as stream:
+        said = json.loads(stream.readline(1 << 20))
+        return said if isinstance(said, dict) else {}
+    return {}
+
+
 def torchrun_env():
     """torchrun's RANK, LOCAL_RANK and WORLD_SIZE as ints, else one line and exit 2."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -358,19 +578,26 @@ def autocast_dtype(precision, device):
 
 
 def check_run(
-    args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=None
+    args,
+    train_set,
+    eval_set,
+    model,
+    loss_fn,
+    make_optimizer,
+    world_size=None,
+    nprocs=None,
 ):
     """End with one line and exit status 2 if this run cannot work; change no file.
 
     After `args` comes what `load_train_objs` returns. A process that trains alone has
-    no `world_size`.
+    no `world_size`. `nprocs` says how many of the processes are on this machine.
     """
     devices = torch.accelerator.device_count()
     on_cpu = device_type(args.device, world_size is not None) == "cpu"
     world_size = world_size or 1
     # Of one machine's processes, torchrun says how many there are; others at least
     # which this one is. If neither is said, all processes are on this machine.
-    nprocs = int(os.environ.get("LOCAL_RANK", world_size - 1)) + 1
+    nprocs = nprocs or int(os.environ.get("LOCAL_RANK", world_size - 1)) + 1
     # With --virtual-local-rank each process sees one device, and is number 0 there.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or "," in visible:

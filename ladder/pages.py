@@ -26,6 +26,7 @@ GROUPS = {
     ],
     "Variants": [
         "data_parallel",
+        "multinode_spawn",
         "real_job",
         "mixed_precision",
         "preemptible",

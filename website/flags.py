@@ -34,6 +34,15 @@ def script(words):
     utils.make_parser(docstring(ROOT / words[0])).parse_args(words[1:])
 
 
+def on_each_machine(words):
+    """The command line of the rung that is typed on each machine."""
+    import utils
+
+    sys.argv[1:] = words
+    text = docstring(ROOT / "variants/multinode_spawn.py")
+    utils.parse_nodes(utils.make_parser(text))
+
+
 def pip(words):
     from pip._internal.commands import create_command
 
@@ -91,6 +100,7 @@ PROGRAMS = {
     "sbatch": sbatch,
     "sh": sh,
     "python -m http.server": server,
+    "python -m variants.multinode_spawn": on_each_machine,
     "python": script,
 }
 
