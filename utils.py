@@ -139,12 +139,6 @@ def info_nce(output, targets):
     return (F.cross_entropy(scores, partners) + F.cross_entropy(scores.T, partners)) / 2
 
 
-def retrieval_accuracy(output, targets):
-    """How many first views score highest with their partner, from 0 to 1; a tensor."""
-    found = (output[:, 0] @ output[:, 1].T).argmax(1)
-    return (targets[found] == targets).double().mean()
-
-
 class NoisyDataset(Dataset):
     """`data` with noise of this deviation on the source, drawn as torchvision draws.
 
@@ -339,7 +333,7 @@ def count_nodes(world_size, batch_size):
     names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        fail(f"not set: {', '.join(missing)}. torchrun sets them all")
+        fail(f"not set: {missing[0]}. torchrun sets it")
     nodes, nprocs = (int(os.environ[name]) for name in names)
     if nodes * nprocs != world_size:
         fail(
@@ -347,7 +341,10 @@ def count_nodes(world_size, batch_size):
             " nodes: give every node the same --nproc-per-node"
         )
     if nprocs * batch_size == 1:
-        fail("1 sample has no other to be told from: raise --batch-size")
+        fail(
+            "a node takes 1 sample in a step, and there is none to tell it from: raise"
+            " --batch-size"
+        )
     return nodes, nprocs
 
 
@@ -658,15 +655,20 @@ def broadcast_snapshot(snapshot, src, device):
     return map_tensors(send, snapshot if here else outline[0])
 
 
-def gather_batches(batches):
-    """All ranks' batches as one pair of tensors on the CPU, the same on every rank.
+def evaluate_retrieval(batches, loss_fn):
+    """The loss on all ranks' batches, and how many points are found; for `_evaluate`.
 
-    batches: pairs (output, targets) of this rank. Ranks may have unequally many, or
-    none.
+    batches: pairs (output, targets) of this rank. Ranks may have unequally many
+    samples, or none. A point is found if, of all second views, its own scores highest
+    with its first view.
     """
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(x.cpu(), y.cpu()) for x, y in batches])
-    return tuple(map(torch.cat, zip(*sum(found, []), strict=True)))
+    output, targets = map(torch.cat, zip(*sum(found, []), strict=True))
+    best = (output[:, 0] @ output[:, 1].T).argmax(1)
+    accuracy = (targets[best] == targets).double().mean()
+    loss = loss_fn(output, targets)
+    return {"held-out loss": loss.item(), "retrieval accuracy": accuracy.item()}
 
 
 def describe_run(trainer):

@@ -12,7 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard
 from torch.utils.data import DataLoader
 
 import utils
@@ -21,6 +20,21 @@ import utils
 def ddp_setup(device):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mine, group):
+        ctx.group = group
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = torch.stack(gradient.chunk(ctx.group.size()))
+        dist.all_reduce(parts, group=ctx.group)  # each rank's loss has used all parts
+        return parts[ctx.group.rank()], None
 
 
 class Trainer:
@@ -38,7 +52,7 @@ class Trainer:
         node: dist.ProcessGroup,
     ):
         self.device = device
-        self.mesh = DeviceMesh.from_group(node, device.type)
+        self.node = node
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn
@@ -82,15 +96,11 @@ class Trainer:
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
         output = self.ddp_model(source)
-        loss = self.loss_fn(self._gather(output), self._gather(targets))
+        output, targets = (Gather.apply(x, self.node) for x in (output, targets))
+        loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
-
-    def _gather(self, tensor):
-        shards = DTensor.from_local(tensor, self.mesh, [Shard(0)])
-        # Each rank's gradient is a part of the whole one: backward adds them up.
-        return shards.full_tensor(grad_placements=[Partial()])
 
     @torch.no_grad()
     def _evaluate(self):
@@ -104,10 +114,7 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=pinned)
             output = self.model(source)
             seen.append((output, targets))
-        output, targets = utils.gather_batches(seen)  # those of all ranks
-        loss = self.loss_fn(output, targets).item()
-        accuracy = utils.retrieval_accuracy(output, targets).item()
-        return {"held-out loss": loss, "retrieval accuracy": accuracy}
+        return utils.evaluate_retrieval(seen, self.loss_fn)  # on those of all ranks
 
     def _sum(self, *values):
         total = torch.tensor(values, device=self.device)
@@ -174,9 +181,8 @@ def main(args):
     ddp_setup(device)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
     # Whole batches only, so that every step averages over equally many samples.
-    # A node takes the samples that one process with its whole batch would take.
-    order = rank % nprocs * nodes + rank // nprocs
-    sampler = torch.utils.data.DistributedSampler(train_set, rank=order, drop_last=True)
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    sampler.rank = rank % nprocs * nodes + rank // nprocs  # as with one process a node
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
