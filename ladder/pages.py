@@ -27,6 +27,7 @@ GROUPS = {
     "Variants": [
         "real_job",
         "preemptible",
+        "ddp2",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],
