@@ -86,34 +86,63 @@ def trained(tmp_path_factory):
     return get
 
 
-def assert_same(one, other):
-    (folder, done), (other_folder, other_done) = one, other
-    assert losses(done) == losses(other_done)
-    assert accuracies(done) == accuracies(other_done)
-    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, other_folder))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+def by_hand(nodes, batch_size):
+    """(weights, train loss, held-out loss) of the same epoch, with nothing to gather.
+
+    Here, in one process: the mean of the losses of `nodes` batches, as one process on
+    each node would take them.
+    """
+    train_set, eval_set, model, loss_fn, make_optimizer = objects_of(NAME)
+    source, targets = map(torch.stack, zip(*train_set, *eval_set, strict=True))
+    model, source = model.double(), source.double()
+    optimizer = make_optimizer(model.parameters())
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(0))
+    train_losses = []
+    for step in range(2048 // (nodes * batch_size)):
+        dealt = order[nodes * batch_size * step :][: nodes * batch_size]
+        batches = [dealt[node::nodes] for node in range(nodes)]
+        parts = [loss_fn(model(source[x]), targets[x]) for x in batches]
+        train_losses.append(sum(parts) / nodes)
+        optimizer.zero_grad()
+        train_losses[-1].backward()
+        optimizer.step()
+    held_out = slice(2048, 2048 + 5)
+    held_out_loss = loss_fn(model(source[held_out]), targets[held_out])
+    state = torch.cat([x.detach().flatten() for x in model.state_dict().values()])
+    return state, sum(train_losses) / len(train_losses), held_out_loss
 
 
-@pytest.mark.parametrize(("nodes", "nprocs"), [(2, 2), (1, 4), (2, 3)])
+def assert_same(run, expected):
+    folder, done = run
+    expected_weights, *expected_losses = expected
+    mine = weights(folder / "snapshot.pt")
+    torch.testing.assert_close(mine, expected_weights, rtol=0, atol=1e-12)
+    (printed,) = losses(done)
+    assert printed == pytest.approx([x.item() for x in expected_losses], abs=1e-6)
+
+
+@pytest.mark.parametrize(("nodes", "nprocs"), [(2, 2), (1, 4), (2, 3), (2, 1)])
 def test_a_node_trains_as_one_process_with_its_batch(trained, nodes, nprocs):
-    """4 ranks on 2 nodes, 4 on 1, 6 on 2: in float64, the temperature included."""
-    mine, alone = trained(nodes, nprocs, 24 // nprocs), trained(nodes, 1, 24)
-    assert_same(mine, alone)
-    scale = load(mine[0] / "snapshot.pt")["MODEL_STATE"]["log_scale"].item()
+    """4 ranks on 2 nodes, 4 on 1, 6 on 2, and such a process: in float64.
+
+    The temperature is one of the parameters.
+    """
+    run = trained(nodes, nprocs, 24 // nprocs)
+    assert_same(run, by_hand(nodes, 24))
+    scale = load(run[0] / "snapshot.pt")["MODEL_STATE"]["log_scale"].item()
     assert abs(scale - math.log(10)) > 0.01, "it is learned"
 
 
 def test_each_node_compares_its_own_samples_only(trained):
-    """So it is another loss than that of one node with the same effective batch."""
-    ((mine, _),), ((other, _),) = (
-        losses(done) for _, done in (trained(2, 1, 24), trained(1, 1, 48))
-    )
-    assert mine < other - 0.1
+    """So its loss is lower than that over the samples of all nodes."""
+    runs = [trained(2, 2, 12, everywhere) for everywhere in (False, True)]
+    (mine, _), (of_all, _) = (losses(done)[0] for _, done in runs)
+    assert mine < of_all - 0.1
 
 
 def test_all_nodes_can_compare_together(trained):
     """If the group has all ranks, 4 ranks on 2 nodes train as one process."""
-    assert_same(trained(2, 2, 12, everywhere=True), trained(1, 1, 48))
+    assert_same(trained(2, 2, 12, everywhere=True), by_hand(1, 48))
 
 
 def test_the_ranks_of_a_node_and_how_long_they_wait(trained):
