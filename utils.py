@@ -33,6 +33,7 @@ import torch.distributed as dist
 # module keeps the process group alive if it is imported, as DDP does, after the group
 # is made (https://github.com/pytorch/pytorch/issues/190489): so it is imported before.
 import torch.distributed.nn.functional
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 try:
@@ -91,6 +92,56 @@ def load_digits():
         for some in order.split([1437, 360])
     )
     return NoisyDataset(train, 0.1), held_out
+
+
+def load_views():
+    """Points that are seen twice: (2048 samples to train on, 512 that are held out).
+
+    A sample is a pair: two noisy views of a point, float32 of shape (2, 20), and the
+    number of the point, int64 of shape (). Points come from 64 families. Those of one
+    family resemble each other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    families = 3 * torch.randn(64, 4, generator=generator)
+    points = torch.randn(2560, 20, generator=generator)
+    points[:, :4] = families.repeat(40, 1)
+    # The noise is weak in the 8 directions that tell points apart. In the 12 others
+    # there is nothing but noise. A rotation hides which is which.
+    noise = torch.randn(2, 2560, 20, generator=generator)
+    noise[..., :8] *= 0.2
+    points[:, 8:] = 0
+    rotation, _ = torch.linalg.qr(torch.randn(20, 20, generator=generator))
+    views = ((points + noise) @ rotation).unbind()
+    data = list(zip(torch.stack(views, 1), torch.arange(2560), strict=True))
+    return data[:2048], data[2048:]
+
+
+class Encoder(torch.nn.Module):
+    """Puts views on a sphere, so that the two views of a point come close together.
+
+    From shape (batch, 2, features) to (batch, 2, size). A product of two outputs is
+    their cosine divided by the temperature. The temperature is learned: it is a
+    parameter, and `log_scale` is the logarithm of 1 / temperature.
+    """
+
+    def __init__(self, features, size):
+        super().__init__()
+        self.linear = torch.nn.Linear(features, size)
+        self.log_scale = torch.nn.Parameter(torch.tensor(10.0).log())
+
+    def forward(self, source):
+        return F.normalize(self.linear(source), dim=-1) * (self.log_scale / 2).exp()
+
+
+def info_nce(output, targets):
+    """The InfoNCE loss: each view has to find its partner in the batch; a mean.
+
+    output: two views of each point, of shape (batch, 2, size). targets: the points'
+    numbers, each of them once.
+    """
+    scores = output[:, 0] @ output[:, 1].T  # of each first view and each second view
+    partners = (targets[:, None] == targets).to(scores.dtype)
+    return (F.cross_entropy(scores, partners) + F.cross_entropy(scores.T, partners)) / 2
 
 
 class NoisyDataset(Dataset):
@@ -515,6 +566,30 @@ def torchrun_env():
         fail(f"RANK, LOCAL_RANK or WORLD_SIZE is not a number: {error}")
 
 
+def count_nodes(world_size, batch_size):
+    """(nodes, processes on each of them), else one line and exit status 2.
+
+    A loss over the batch of a node needs as many processes on every node, or it would
+    be over unequally many samples.
+    """
+    names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        fail(f"not set: {missing[0]}. torchrun sets it")
+    nodes, nprocs = (int(os.environ[name]) for name in names)
+    if nodes * nprocs != world_size:
+        fail(
+            f"this node has {nprocs} of {world_size} processes, and there are {nodes}"
+            " nodes: give every node the same --nproc-per-node"
+        )
+    if nprocs * batch_size == 1:
+        fail(
+            "a node takes 1 sample in a step, and there is none to tell it from: raise"
+            " --batch-size"
+        )
+    return nodes, nprocs
+
+
 def device_type(name, distributed=True):
     """The type of device that `--device name` means here, else one line and exit 2."""
     accelerator = torch.accelerator.current_accelerator()
@@ -846,6 +921,22 @@ def broadcast_snapshot(snapshot, src, device):
         return tensor if here else data.cpu()
 
     return map_tensors(send, snapshot if here else outline[0])
+
+
+def evaluate_retrieval(batches, loss_fn):
+    """The loss on all ranks' batches, and how many points are found; for `_evaluate`.
+
+    batches: pairs (output, targets) of this rank. Ranks may have unequally many
+    samples, or none. A point is found if, of all second views, its own scores highest
+    with its first view.
+    """
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [(x.cpu(), y.cpu()) for x, y in batches])
+    output, targets = map(torch.cat, zip(*sum(found, []), strict=True))
+    best = (output[:, 0] @ output[:, 1].T).argmax(1)
+    accuracy = (targets[best] == targets).double().mean()
+    loss = loss_fn(output, targets)
+    return {"held-out loss": loss.item(), "retrieval accuracy": accuracy.item()}
 
 
 def describe_run(trainer):

@@ -31,6 +31,7 @@ GROUPS = {
         "mixed_precision",
         "preemptible",
         "gradient_accumulation",
+        "ddp2",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],

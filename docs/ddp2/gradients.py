@@ -1,0 +1,108 @@
+"""The gradient of a loss over the batch of all ranks, computed in six ways.
+
+torchrun --standalone --nproc-per-node=4 docs/ddp2/gradients.py
+
+As in CLIP, the temperature is used in the loss and not in the encoder. After each way
+the gradients are averaged over the ranks, as DDP does it. In float64.
+"""
+
+import gc
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  before the group is made
+import torch.nn.functional as F
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mine):
+        return without_gradient(mine)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = torch.stack(gradient.chunk(dist.get_world_size()))
+        dist.all_reduce(parts)
+        return parts[dist.get_rank()]
+
+
+def without_gradient(mine):
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.detach())
+    return torch.cat(parts)
+
+
+def own_put_in(mine):
+    parts = list(without_gradient(mine).chunk(dist.get_world_size()))
+    parts[dist.get_rank()] = mine
+    return torch.cat(parts)
+
+
+def only_mine(mine):
+    return mine
+
+
+def of_all(mine, views, log_scale):
+    """Every rank computes the loss of all points."""
+    return of_own(views, views, log_scale, first=0)
+
+
+def of_own(mine, views, log_scale, first=None):
+    """Each rank computes the loss of its own points, of which `first` is the first."""
+    first = len(mine) * dist.get_rank() if first is None else first
+    partners = torch.arange(first, first + len(mine))
+    scores = [mine[:, i] @ views[:, 1 - i].T * log_scale.exp() for i in (0, 1)]
+    return sum(F.cross_entropy(x, partners) for x in scores) / 2
+
+
+WAYS = {
+    "gathered with gradient": (Gather.apply, of_all, 1),
+    "... the loss of own points": (Gather.apply, of_own, 1),
+    "own part put in": (own_put_in, of_all, 1),
+    "... and the loss times 4": (own_put_in, of_all, 4),
+    "others without gradient": (without_gradient, of_own, 1),
+    "no gather, plain DDP": (only_mine, of_all, 1),
+}
+
+
+def averaged(loss, encoder, log_scale):
+    """(gradient of the encoder, gradient of the temperature), as DDP averages them."""
+    gradients = torch.autograd.grad(loss, [encoder, log_scale])
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+def main():
+    torch.manual_seed(0)  # the same on every rank
+    encoder = torch.randn(8, 20, dtype=torch.float64, requires_grad=True)
+    log_scale = torch.tensor(10.0, dtype=torch.float64).log().requires_grad_()
+    points = torch.randn(64, 1, 20, dtype=torch.float64)
+    source = points + torch.randn(64, 2, 20, dtype=torch.float64)
+
+    def gradients(source, gather, loss_of, factor):
+        output = F.normalize(source @ encoder.T, dim=-1)
+        loss = factor * loss_of(output, gather(output), log_scale)
+        return averaged(loss, encoder, log_scale)
+
+    # Each rank encodes everything: nothing has to be gathered.
+    true, true_of_scale = gradients(source, only_mine, of_all, 1)
+    mine = source.chunk(dist.get_world_size())[dist.get_rank()]
+    lines = [f"{'way':26}  length  angle  temperature"]
+    for name, way in WAYS.items():
+        gradient, of_scale = gradients(mine, *way)
+        length = gradient.norm() / true.norm()
+        cosine = F.cosine_similarity(gradient.flatten(), true.flatten(), dim=0)
+        angle = cosine.clamp(max=1).acos().rad2deg()
+        ratio = of_scale / true_of_scale
+        lines.append(f"{name:26} {length:7.4f} {angle:5.1f}° {ratio:12.4f}")
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    gc.collect()  # or a thread of gloo may abort the exit
+    dist.destroy_process_group()
