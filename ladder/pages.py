@@ -26,11 +26,11 @@ GROUPS = {
     ],
     "Variants": [
         "data_parallel",
+        "gradient_accumulation",
+        "mixed_precision",
         "multinode_spawn",
         "real_job",
-        "mixed_precision",
         "preemptible",
-        "gradient_accumulation",
         "ddp2",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
