@@ -72,10 +72,10 @@ def parse_args():
     for name, default, text in (
         ("--rounds", 10, "turns of each side"),
         ("--steps", 8, "steps in an epoch"),
-        ("--batch-size", 256, "samples that one process takes in a step"),
+        ("--batch-size", 1024, "samples that one process takes in a step"),
         ("--micro-batch", 32, "the same on the slow network, in a micro-batch"),
         ("--nprocs", 2, "processes, if the script runs in several"),
-        ("--width", 1024, "width of the model's hidden layers"),
+        ("--width", 512, "width of the model's hidden layers"),
         ("--mbit", 100, "what the slow network carries, in Mbit/s each way"),
     ):
         parser.add_argument(
@@ -131,9 +131,18 @@ class Edge:
         return rounds
 
     def take_turn(self, side, samples):
+        """A Turn: the script runs once for the speed, and again for the memory."""
+        turn = self.run(side, TRAIN_SAMPLES=samples)
+        if self.device != "cpu":
+            return turn
+        few = min(samples, 2 * side.batch_size * self.nprocs)  # two steps show the peak
+        again = self.run(side, TRAIN_SAMPLES=few, GIVE_BACK=1)
+        return turn._replace(peak_bytes=again.peak_bytes)
+
+    def run(self, side, **env):
         """Run a script to its end: a Turn."""
         script = self.scripts[side.name]
-        folder, env = launch.home(script), self.env | {"TRAIN_SAMPLES": samples}
+        folder, env = launch.home(script), self.env | env
         if self.own_task and side.name == self.parent:
             env["TASK"] = self.name.removesuffix(".py").replace("/", ".")
         for file in folder.glob("measured.*.json"):
@@ -182,7 +191,7 @@ def compare(name, folder, networks, device, args):
         Side(rung, launch.batch_size(rung, together, args.nprocs), its)
         for rung, its in ((edge.parent, ()), (name, options))
     ]
-    turns = edge.take_turns(sides, samples=together * args.steps)
+    turns = edge.take_turns(sides, together * args.steps)
     print(" ".join([name, *options]), f"beside {edge.parent}")
     if edge.own_task:
         print(f"both have the task of {name}")
@@ -249,7 +258,7 @@ def print_table(turns, *columns):
         rows["variant"].append(cell(variant, form))
         rows["ratio"].append(cell(ratios, ".3f"))
     for name, cells in rows.items():
-        print(f"{name:7}" + "".join(f"{text:>27}" for text in cells))
+        print(f"{name:7}" + "".join(f"{text:>29}" for text in cells))
     print(flush=True)
 
 

@@ -1,8 +1,11 @@
-"""A job that is large enough to measure, and each rank's figures of its second epoch.
+"""A job that is large enough to be measured, and what an epoch of it takes each rank.
 
 The job is the rung's own, or that of the module TASK, but its model has a body in front
-of it: hidden layers of WIDTH. There are TRAIN_SAMPLES samples, and two epochs. The
-first one warms up. Nothing is evaluated, saved or printed.
+of it: four hidden layers of WIDTH. There are TRAIN_SAMPLES samples. The first epoch
+warms up, the last one is measured. Nothing is evaluated, saved or printed.
+
+With GIVE_BACK set, no process keeps memory for later. Without it, how much glibc keeps
+is a matter of chance. With it, training is slower.
 
 The figures go to measured.RANK.json: see `figures`.
 """
@@ -10,6 +13,7 @@ The figures go to measured.RANK.json: see `figures`.
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
@@ -24,8 +28,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import Dataset
 
 CLONE_NEWNET = 0x40000000  # setns(2)
+M_MMAP_THRESHOLD = -3  # mallopt(3)
 NETWORKS = os.environ["NETWORKS"].split()
 STATUS = Path("/proc/self/status")
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 figures = {
     "weights": 0,  # how many the model has
@@ -95,13 +101,10 @@ def around_load_train_objs(load_train_objs):
     before = resident_bytes()
     torch.manual_seed(0)
     inputs, width = train_set[0][0].shape[-1], int(os.environ["WIDTH"])
-    model.body = torch.nn.Sequential(
-        torch.nn.Linear(inputs, width),
-        torch.nn.ReLU(),
-        torch.nn.Linear(width, width),
-        torch.nn.ReLU(),
-        torch.nn.Linear(width, inputs),
-    )
+    layers = []
+    for sizes in itertools.pairwise([inputs, *[width] * 4]):
+        layers += [torch.nn.Linear(*sizes), torch.nn.ReLU()]
+    model.body = torch.nn.Sequential(*layers, torch.nn.Linear(width, inputs))
     # Not a module around the model: a rung may use what its own model has.
     model.register_forward_pre_hook(through_body)
     figures["weights"] = sum(x.numel() for x in model.parameters())
@@ -132,9 +135,8 @@ def in_its_network(init_process_group, *arguments, **options):
             store, number, world_size = next(dist.rendezvous("env://"))
             options |= {"store": store, "rank": number, "world_size": world_size}
         network = NETWORKS[options["rank"] % len(NETWORKS)]
-        libc = ctypes.CDLL(None, use_errno=True)
         with open(network) as file:
-            if libc.setns(file.fileno(), CLONE_NEWNET):
+            if LIBC.setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns", network)
     init_process_group(*arguments, **options)
 
@@ -175,6 +177,7 @@ def begin_peak(device):
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats()
     elif STATUS.exists():
+        gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -190,4 +193,7 @@ def peak_bytes(device):
     return memory("VmHWM") - memory("RssFile") - before
 
 
+if "GIVE_BACK" in os.environ and hasattr(LIBC, "mallopt"):
+    LIBC.malloc_trim(0)  # what it has kept so far
+    LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)  # each tensor gets pages of its own
 replace(dist, "init_process_group", in_its_network)
