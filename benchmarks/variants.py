@@ -38,6 +38,7 @@ from proofs.processes import TimedOut
 from proofs.warm import end_all
 
 ACCUMULATE = 8  # micro-batches in a step, on the slow network
+TIMEOUT_S = 1800  # that one run of a script may take
 
 
 class Side(NamedTuple):
@@ -120,24 +121,27 @@ class Edge:
             for side, rung in (("parent", self.parent), ("variant", name))
         }
 
-    def take_turns(self, sides, samples):
-        """[(the parent's Turn, the variant's)]; each epoch has so many samples."""
+    def take_turns(self, sides, samples, memory):
+        """[(the parent's Turn, the variant's)], one pair for each round.
+
+        samples: how many an epoch has. memory: whether to measure its peak as well.
+        """
         shuffle, rounds = random.Random(0).shuffle, []
         for _ in range(self.rounds):
             order = list(sides)
             shuffle(order)
-            turns = {side: self.take_turn(side, samples) for side in order}
+            turns = {side: self.take_turn(side, samples, memory) for side in order}
             rounds.append(tuple(turns[side] for side in sides))
         return rounds
 
-    def take_turn(self, side, samples):
-        """A Turn: the script runs once for the speed, and again for the memory."""
+    def take_turn(self, side, samples, memory):
+        """A Turn. On a CPU, the script runs again for the memory."""
         turn = self.run(side, TRAIN_SAMPLES=samples)
-        if self.device != "cpu":
-            return turn
-        few = min(samples, 2 * side.batch_size * self.nprocs)  # two steps show the peak
-        again = self.run(side, TRAIN_SAMPLES=few, GIVE_BACK=1)
-        return turn._replace(peak_bytes=again.peak_bytes)
+        if memory and self.device == "cpu":
+            few = min(samples, 2 * side.batch_size * self.nprocs)  # two steps show it
+            again = self.run(side, TRAIN_SAMPLES=few, GIVE_BACK=1)
+            turn = turn._replace(peak_bytes=again.peak_bytes)
+        return turn
 
     def run(self, side, **env):
         """Run a script to its end: a Turn."""
@@ -155,6 +159,7 @@ class Edge:
             real="" if self.device == "cpu" else "a fork cannot use an accelerator",
             nprocs=self.nprocs,
             own_options=False,
+            timeout_s=TIMEOUT_S,
             **env,
         )
         if done.returncode:
@@ -191,11 +196,15 @@ def compare(name, folder, networks, device, args):
         Side(rung, launch.batch_size(rung, together, args.nprocs), its)
         for rung, its in ((edge.parent, ()), (name, options))
     ]
-    turns = edge.take_turns(sides, together * args.steps)
+    turns = edge.take_turns(sides, together * args.steps, memory=True)
     print(" ".join([name, *options]), f"beside {edge.parent}")
     if edge.own_task:
         print(f"both have the task of {name}")
-    print_job(turns)
+    parent, variant = turns[-1]
+    print(
+        f"{variant.weights:,} weights; loss {parent.loss:.6f} of the parent,"
+        f" {variant.loss:.6f} of the variant"
+    )
     print_table(
         turns,
         ("steps/s", ",.1f", lambda turn: args.steps / turn.seconds),
@@ -205,9 +214,10 @@ def compare(name, folder, networks, device, args):
 
 
 def compare_slow(name, folder, networks, args):
-    """Print how it compares on a slow network: the same samples, ACCUMULATE to 1 steps.
+    """Print how a variant that accumulates compares on a slow network.
 
-    A step of the parent is one micro-batch.
+    Both sides train the same samples in the same micro-batches. The parent makes a step
+    of each, and the variant one of ACCUMULATE together.
     """
     edge = Edge(name, folder, networks, "cpu", args)
     options = ("--accumulate", str(ACCUMULATE))
@@ -216,13 +226,12 @@ def compare_slow(name, folder, networks, args):
         Side(name, args.micro_batch * ACCUMULATE, options),
     ]
     samples = args.micro_batch * ACCUMULATE * args.nprocs
-    turns = edge.take_turns(sides, samples)
+    turns = edge.take_turns(sides, samples, memory=False)
     print(" ".join([name, *options]), f"beside {edge.parent}")
     print(
         f"{args.nprocs} hosts with a rank each, {args.mbit} Mbit/s each way;"
         f" micro-batches of {args.micro_batch} samples"
     )
-    print_job(turns)
     per_rank = samples / args.nprocs
 
     def on_the_wire(turn):
@@ -233,14 +242,6 @@ def compare_slow(name, folder, networks, args):
         ("samples/s", ",.1f", lambda turn: samples / turn.seconds),
         ("kB sent per sample", ",.3f", lambda turn: turn.sent_bytes / per_rank / 1e3),
         ("time on the wire", ".1%", on_the_wire),
-    )
-
-
-def print_job(turns):
-    parent, variant = turns[-1]
-    print(
-        f"{variant.weights:,} weights; loss {parent.loss:.6f} of the parent,"
-        f" {variant.loss:.6f} of the variant"
     )
 
 
@@ -292,7 +293,7 @@ def main(args):
         stack.callback(end_all)
         found = []
         if not reason:
-            found = stack.enter_context(Hosts(args.nprocs, folder))
+            found = stack.enter_context(Hosts(args.nprocs if slow else 1, folder))
         networks = [f"/proc/{host.pid}/ns/net" for host in found]
         for number, name in enumerate(names):
             compare(name, folder / str(number), networks[:1], device, args)
