@@ -128,6 +128,24 @@ def test_the_peak_of_memory_is_that_of_the_tensors(tmp_path):
     assert least < turn.peak_bytes < least + 3.5 * output
 
 
+@pytest.mark.waits
+@needs_networks
+def test_accumulation_saves_bytes_and_time_on_a_slow_network():
+    """Eight times fewer bytes for a sample. The rest of the time is computing."""
+    name = "variants/gradient_accumulation.py"
+    few = ("--rounds", 1, "--steps", 1, "--batch-size", 32, "--micro-batch", 8)
+    done = run_variants(name, *few, "--mbit", 50)
+    assert done.returncode == 0, done.stderr
+    ordinary, slow = done.stdout.split(f"{name} --accumulate 8 beside multigpu.py\n")
+    assert f"{name} --accumulate 4 beside multigpu.py\n" in ordinary
+    assert rows_of(ordinary)["ratio"][1] == pytest.approx(1, abs=0.03), "a step's bytes"
+    assert "2 hosts with a rank each, 50 Mbit/s each way" in slow
+    rows = rows_of(slow)
+    assert rows["ratio"][1] == pytest.approx(1 / 8, abs=0.005), "a sample's bytes"
+    assert rows["ratio"][0] > 2, "samples/s"
+    assert 50 < rows["parent"][2] < 103, "percent of the time"
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
