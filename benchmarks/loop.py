@@ -17,7 +17,6 @@ import importlib.util
 import logging
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -271,17 +270,6 @@ def measure(contestants, rounds, epochs):
     return seconds
 
 
-def spread(values, form):
-    """The median and the quartiles of `values`, each number formatted with `form`.
-
-    Not the extremes: among many short turns, some are always hit by something else.
-    """
-    if len(values) == 1:
-        values = values * 2  # quantiles() wants two values at least
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:{form}} ({low:{form}} .. {high:{form}})"
-
-
 def main(args):
     torch.set_num_threads(args.threads)
     device = utils.get_device("auto")
@@ -305,7 +293,8 @@ def main(args):
     for name, times in seconds.items():
         speeds = [steps / each for each in times]
         ratios = [base / each for base, each in zip(bare, times, strict=True)]
-        print(f"{name:18} {spread(speeds, ',.0f'):>26} {spread(ratios, '.3f'):>26}")
+        cells = report.spread(speeds, ",.0f"), report.spread(ratios, ".3f")
+        print(f"{name:18} {cells[0]:>26} {cells[1]:>26}")
     print(f"\nall weights agree with those of the bare loop to {TOLERANCE:g}")
 
 

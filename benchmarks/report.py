@@ -1,9 +1,10 @@
-"""What all benchmarks print first: what ran, and where."""
+"""What all benchmarks print: first what ran, and where; then spreads."""
 
 import importlib.metadata
 import os
 import platform
 import shlex
+import statistics
 import sys
 
 
@@ -25,3 +26,14 @@ def cpu_model():
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def spread(values, form):
+    """The median and the quartiles of `values`, each number formatted with `form`.
+
+    Not the extremes: among many short turns, some are always hit by something else.
+    """
+    if len(values) == 1:
+        values = values * 2  # quantiles() wants two values at least
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:{form}} ({low:{form}} .. {high:{form}})"
