@@ -41,6 +41,7 @@ class TrainLoop:
     callbacks: tuple = ()
     accumulate: int = 1  # pieces of a batch, which is one step all the same
     precision: str = "fp32"  # or "bf16", "fp16"
+    clip: float | None = None  # the largest norm of the gradients
     device_name: str = "auto"  # or "cpu", "cuda"
     snapshot_path: str = "snapshot.pt"
     save_every: int = 1
@@ -123,13 +124,13 @@ class TrainLoop:
         """The model as the training step calls it. `self.model` stays as it is."""
         if self.gpu_mode == "single":
             return self.model
-        if self.gpu_mode == "dp":
-            return torch.nn.DataParallel(self.model)
+        on_cpu = self.device.type == "cpu"
+        if self.gpu_mode == "dp":  # it would take GPUs even if this run is on the CPU
+            return self.model if on_cpu else torch.nn.DataParallel(self.model)
         self.init_ddp_connection(self.rank, self.world_size)
         if self.gpu_mode == "ddp2":
             node, _ = dist.new_subgroups(self.nprocs, timeout=timedelta(minutes=5))
             self.mesh = DeviceMesh.from_group(node, self.device.type)
-        on_cpu = self.device.type == "cpu"
         return self.configure_ddp(self.model, None if on_cpu else [self.device.index])
 
     def _share_out(self, loader, train=False):
@@ -146,12 +147,8 @@ class TrainLoop:
                 drop_last=loader.drop_last,
             )
         else:  # whole batches, for a loss that compares samples; and none is repeated
-            n, size, world_size = (
-                len(loader.dataset),
-                loader.batch_size,
-                self.world_size,
-            )
-            sampler = [i for i in range(n) if i // size % world_size == self.rank]
+            n, size = len(loader.dataset), loader.batch_size
+            sampler = [i for i in range(n) if i // size % self.world_size == self.rank]
         # A loader keeps each of its arguments as an attribute of the same name.
         names = set(inspect.signature(DataLoader).parameters)
         names -= {"sampler", "shuffle", "batch_sampler"}
@@ -215,6 +212,9 @@ class TrainLoop:
                 loss = loss * (len(source[micro]) / len(source))  # the last is shorter
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
