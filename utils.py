@@ -388,8 +388,8 @@ def find_launcher():
         tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # such as 2(x3), or 2,1
         if "," in tasks:
             fail(f"srun has started {tasks} tasks on the nodes: start equally many")
-        hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
         if "MASTER_ADDR" not in env:
+            hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
             env["MASTER_ADDR"] = subprocess.check_output(hosts, text=True).split()[0]
         env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
         env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
