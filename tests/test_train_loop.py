@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import socket
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 import utils
 from ladder.rungs import FRAMEWORKS, ROOT, RUNGS, commands
-from proofs import processes
+from proofs import processes, slurm_cluster
 from proofs.results import load, losses, same_bits, weights
 from proofs.warm import Fork
 from tests.test_input import ARGUMENTS
@@ -182,6 +183,24 @@ def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
     assert utils.torchrun_env() == [3, 1, 4]
     assert utils.os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert utils.os.environ["MASTER_PORT"] == "22345"
+
+
+NO_SLURM = slurm_cluster.why_not()
+
+
+@pytest.mark.waits
+@pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
+def test_a_real_srun_starts_the_ranks(tmp_path):
+    """Two on each of two nodes, which are hosts of their own."""
+    words = [sys.executable, *PYTHON[1:], 2, 2, "--gpu-mode", "ddp2"]
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *words, "--batch-size", 16]
+    slurm = [sys.executable, "-m", "proofs.slurm_cluster", 2, "--"]
+    done = processes.run([*slurm, *srun], tmp_path, PYTHONPATH=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
+    run([*PYTHON, 2, 2, "--batch-size", 64, "--snapshot-path", "one.pt"], tmp_path)
+    both = [weights(tmp_path / x) for x in ("snapshot.pt", "one.pt")]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
 
 
 def nodes(folder, gpu_mode, num_nodes, num_gpus, batch_size):

@@ -21,7 +21,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import utils
@@ -66,8 +65,7 @@ class TrainLoop:
         "ddp" and "ddp2" start `num_gpus` processes on each machine (default: one per
         accelerator, or 2 on the CPU), unless torchrun or srun has started this one.
         """
-        self.total_epochs, self.metrics = num_epochs, {}
-        self.nprocs, self.store_at = 1, None
+        self.total_epochs, self.nprocs, self.store_at = num_epochs, 1, None
         if self.gpu_mode in ("single", "dp"):
             utils.check_loop(self)
             self._run(0, None, 1)
@@ -108,7 +106,7 @@ class TrainLoop:
         self.eval_data = self._share_out(self.val_loader)
         scaling = self.precision == "fp16"  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
-        self.epochs_run, self.stop = 0, False
+        self.epochs_run, self.stop, self.metrics = 0, False, {}
         self._load_snapshot()
         self._train()
         if self.test_loader:
@@ -129,8 +127,7 @@ class TrainLoop:
             return self.model if on_cpu else torch.nn.DataParallel(self.model)
         self.init_ddp_connection(self.rank, self.world_size)
         if self.gpu_mode == "ddp2":
-            node, _ = dist.new_subgroups(self.nprocs, timeout=timedelta(minutes=5))
-            self.mesh = DeviceMesh.from_group(node, self.device.type)
+            self.node, _ = dist.new_subgroups(self.nprocs, timeout=timedelta(minutes=5))
         return self.configure_ddp(self.model, None if on_cpu else [self.device.index])
 
     def _share_out(self, loader, train=False):
@@ -155,8 +152,6 @@ class TrainLoop:
         options = {name: getattr(loader, name) for name in names}
         return DataLoader(sampler=sampler, **options)
 
-    # Train, as the Trainer of the rungs does
-
     def _train(self):
         self._print(utils.describe_run(self))
         for epoch in range(self.epochs_run, self.total_epochs):
@@ -169,13 +164,12 @@ class TrainLoop:
             samples_per_s = samples / (time.perf_counter() - start)
             held_out_loss = self._evaluate(self.eval_data)
             self.metrics = {"train loss": train_loss, "held-out loss": held_out_loss}
-            self.epochs_run = epoch + 1
+            done = self.epochs_run = epoch + 1
             self._print(utils.describe_epoch(self, self.metrics, samples_per_s))
             self._call("on_epoch_end")
             self.stop = any(self._sum(float(self.stop)))  # one rank: all ranks
-            due = self.epochs_run % self.save_every == 0 or self.stop
-            lost = not all(map(math.isfinite, self.metrics.values()))
-            if (due or epoch == self.total_epochs - 1) and not lost:
+            due = done % self.save_every == 0 or done == self.total_epochs or self.stop
+            if due and math.isfinite(train_loss + held_out_loss):
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -183,14 +177,13 @@ class TrainLoop:
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * self.world_size + self.rank)
         self.model.train()
-        self.step = 0
         return self._mean_loss(self.train_data, self._run_batch)
 
     def _mean_loss(self, data, run_batch):
         """The mean over the samples of all ranks, and how many they are."""
         loss_sum, samples = torch.zeros((), device=self.device), 0
         pinned = data.pin_memory
-        for source, targets in data:
+        for self.step, (source, targets) in enumerate(data, start=1):
             source = source.to(self.device, non_blocking=pinned)
             targets = targets.to(self.device, non_blocking=pinned)
             loss = run_batch(source, targets)
@@ -217,23 +210,19 @@ class TrainLoop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.step += 1
         self._call("on_batch_end")
         return batch_loss
 
     def _loss(self, source, targets):
-        model = self.parallel_model if self.model.training else self.model
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            output = model(source)
+            output = (self.parallel_model if self.model.training else self.model)(
+                source
+            )
             if self.model.training and self.gpu_mode == "ddp2":
-                output, targets = utils.map_tensors(self._gather, (output, targets))
+                output = Gather.apply(output, self.node)
+                targets = Gather.apply(targets, self.node)
             return self.criterion(output, targets)
-
-    def _gather(self, x):
-        """The rows of all processes of this machine; gradients flow back to them."""
-        x = DTensor.from_local(x, self.mesh, [Shard(0)])
-        return x.full_tensor(grad_placements=[Partial()])
 
     @torch.no_grad()
     def _evaluate(self, data):
@@ -257,8 +246,6 @@ class TrainLoop:
         for callback in self.callbacks:
             if self.rank == 0 or callback.every_rank:
                 getattr(callback, hook)(self)
-
-    # Save and resume. The rungs read these snapshots, and this loop reads theirs
 
     def snapshot(self):
         return {
@@ -304,6 +291,21 @@ def run_process(local_rank, folder, world_size, first_rank):
     loop._run(first_rank + local_rank, local_rank, world_size)
     if local_rank == 0:
         torch.save((loop.snapshot(), loop.metrics), f"{folder}/trained.pt")
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mine, group):
+        ctx.group = group
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = torch.stack(gradient.chunk(ctx.group.size()))
+        dist.all_reduce(parts, group=ctx.group)  # each rank's loss has used all parts
+        return parts[ctx.group.rank()], None
 
 
 class Callback:
@@ -358,13 +360,13 @@ class BestCheckpoints(Callback):
         self.k, self.path, self.state = k, path, {"best": []}
 
     def on_epoch_end(self, loop):
-        loss, path = loop.metrics["held-out loss"], self.path.format(loop.epochs_run)
+        best, loss = self.state["best"], loop.metrics["held-out loss"]
         if math.isfinite(loss):
-            utils.save_atomically(loop.snapshot(), path)
-            self.state["best"] = sorted([*self.state["best"], [loss, path]])
-        for _, worse in self.state["best"][self.k :]:
-            os.remove(worse)
-        del self.state["best"][self.k :]
+            best.append([loss, self.path.format(loop.epochs_run)])
+            utils.save_atomically(loop.snapshot(), best[-1][1])
+        best.sort()
+        while len(best) > self.k:
+            os.remove(best.pop()[1])
 
 
 class ProgressBar(Callback):
