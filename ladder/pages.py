@@ -27,6 +27,7 @@ GROUPS = {
     "Variants": [
         "real_job",
         "preemptible",
+        "train_loop",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],

@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import pickle
 import re
 import socket
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -120,6 +122,30 @@ def test_the_trained_model_comes_back(tmp_path, mode):
     assert list(facts["metrics"]) == names
     ((loss, path),) = facts["best"]
     assert loss <= facts["metrics"]["held-out loss"] and (tmp_path / path).exists()
+
+
+def test_what_travels_is_tied_and_not_shared(tmp_path):
+    """A loop in one file; beside it, the two mistakes that its chapter names."""
+    loop, source, targets = loop_of(), torch.ones(4, 3), torch.ones(4, 1)
+
+    def learns(model, optimizer):
+        before = model.weight.clone()
+        F.mse_loss(model(source), targets).backward()
+        optimizer.step()
+        return not torch.equal(model.weight, before)
+
+    original = loop.model.weight.clone()
+    utils.save_loop(loop, tmp_path / "loop.pt")
+    there = torch.load(tmp_path / "loop.pt", weights_only=False)
+    assert learns(there.model, there.optimizer)
+    assert torch.equal(loop.model.weight, original)
+    # Pickled one by one, they no longer belong together.
+    pair = [pickle.loads(pickle.dumps(x)) for x in (loop.model, loop.optimizer)]
+    assert not learns(*pair)
+    # As an argument of torch.multiprocessing.spawn, they share their memory with us.
+    data = ForkingPickler.dumps((loop.model, loop.optimizer))
+    assert learns(*pickle.loads(data))
+    assert not torch.equal(loop.model.weight, original)
 
 
 def test_both_methods_can_be_overridden(tmp_path):
@@ -584,6 +610,30 @@ def test_it_can_be_read_in_one_sitting():
     lines = (ROOT / NAME).read_text().splitlines()
     assert len(lines) <= 400
     assert max(map(len, lines)) <= 88
+
+
+def test_the_chapter_quotes_both_files():
+    """The lines of each fence, in this order, in it and in the script named above."""
+    text = (ROOT / "docs/train_loop.md").read_text()
+    fences = re.findall(r"^(.*?)^```python\n(.*?)^```$", text, re.S | re.M)
+    assert len(fences) > 10
+    quoted = set()
+    for above, quote in fences:
+        source = re.findall(r"\]\(\.\./([\w/]+\.py)\)", above)[-1]
+        quoted.add(source)
+        for name in {NAME, source}:
+            lines = [x.strip() for x in (ROOT / name).read_text().splitlines()]
+            rest = iter(lines)
+            for line in quote.splitlines():
+                found = line.strip() in rest
+                assert found, f"{name} has no {line.strip()!r} there"
+    assert quoted == {NAME, *FRAMEWORKS[NAME]}
+
+
+def test_it_is_listed():
+    readme = (ROOT / "README.md").read_text()
+    assert f"[{NAME}]({NAME})" in readme
+    assert " ".join(commands(NAME)[0]) in readme
 
 
 def test_it_is_made_of_rungs():

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,7 +34,7 @@ class TrainLoop:
     val_loader: DataLoader
     test_loader: DataLoader | None  # for one evaluation at the end
     optimizer: torch.optim.Optimizer
-    criterion: Callable  # criterion(output, targets): a mean over the batch
+    criterion: torch.nn.Module  # or a function: of (output, targets), a mean
     gpu_mode: str = "single"  # or "dp", "ddp", "ddp2"
     callbacks: tuple = ()
     accumulate: int = 1  # pieces of a batch, which is one step all the same
@@ -198,11 +197,11 @@ class TrainLoop:
         no_sync = getattr(self.parallel_model, "no_sync", contextlib.nullcontext)
         for start in range(0, len(source), size):
             micro = slice(start, start + size)
+            share = len(source[micro]) / len(source)  # the last may be shorter
             last = start + size >= len(source)
             # DDP decides in the forward pass whether backward sends the gradients.
             with contextlib.nullcontext() if last else no_sync():
-                loss = self._loss(source[micro], targets[micro])
-                loss = loss * (len(source[micro]) / len(source))  # the last is shorter
+                loss = self._loss(source[micro], targets[micro]) * share
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
         if self.clip:
@@ -214,12 +213,11 @@ class TrainLoop:
         return batch_loss
 
     def _loss(self, source, targets):
+        training = self.model.training
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            output = (self.parallel_model if self.model.training else self.model)(
-                source
-            )
-            if self.model.training and self.gpu_mode == "ddp2":
+            output = (self.parallel_model if training else self.model)(source)
+            if training and self.gpu_mode == "ddp2":
                 output = Gather.apply(output, self.node)
                 targets = Gather.apply(targets, self.node)
             return self.criterion(output, targets)
