@@ -132,16 +132,16 @@ class TrainLoop:
     def _share_out(self, loader, train=False):
         """The same loader, but this rank gets only its share of the samples."""
         if train:
-            # The processes of a machine share what one process of it would take.
-            nodes = self.world_size // self.nprocs
-            order = self.rank % self.nprocs * nodes + self.rank // self.nprocs
             sampler = DistributedSampler(
                 loader.dataset,
                 num_replicas=self.world_size,
-                rank=order if self.gpu_mode == "ddp2" else self.rank,
+                rank=self.rank,
                 shuffle=isinstance(loader.sampler, RandomSampler),
                 drop_last=loader.drop_last,
             )
+            if self.gpu_mode == "ddp2":  # a machine takes what one process of it would
+                nprocs, nodes = self.nprocs, self.world_size // self.nprocs
+                sampler.rank = self.rank % nprocs * nodes + self.rank // nprocs
         else:  # whole batches, for a loss that compares samples; and none is repeated
             n, size = len(loader.dataset), loader.batch_size
             sampler = [i for i in range(n) if i // size % self.world_size == self.rank]
