@@ -103,7 +103,8 @@ class TrainLoop:
         self.parallel_model = self._wrap()
         self.train_data = self._share_out(self.train_loader, train=True)
         self.eval_data = self._share_out(self.val_loader)
-        scaling = self.precision == "fp16"  # bfloat16 has the range of float32
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
         self.epochs_run, self.stop, self.metrics = 0, False, {}
         self._load_snapshot()
@@ -214,8 +215,9 @@ class TrainLoop:
 
     def _loss(self, source, targets):
         training = self.model.training
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+        with torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype is not None
+        ):
             output = (self.parallel_model if training else self.model)(source)
             if training and self.gpu_mode == "ddp2":
                 output = Gather.apply(output, self.node)
