@@ -215,9 +215,7 @@ class TrainLoop:
 
     def _loss(self, source, targets):
         training = self.model.training
-        with torch.autocast(
-            self.device.type, self.dtype, enabled=self.dtype is not None
-        ):
+        with torch.autocast(self.device.type, self.dtype, enabled=bool(self.dtype)):
             output = (self.parallel_model if training else self.model)(source)
             if training and self.gpu_mode == "ddp2":
                 output = Gather.apply(output, self.node)
