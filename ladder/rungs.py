@@ -71,7 +71,7 @@ def find_frameworks():
     """{name: the rungs that it is made of} of every script that names those."""
     frameworks = {}
     for path in sorted(ROOT.glob("variants/**/*.py")):
-        made_of = re.search(r"^Made of: (.+(?:,\n.+)*)$", docstring(path), re.M)
+        made_of = re.search(r"^Made of: (.+(?:(?<=,)\n.+)*)$", docstring(path), re.M)
         if made_of:
             frameworks[str(path.relative_to(ROOT))] = re.split(r",\s+", made_of[1])
     return frameworks

@@ -613,8 +613,9 @@ def test_it_can_be_read_in_one_sitting():
 
 
 def code_lines(text):
-    """The lines without their depth and the comments at their ends."""
-    return [x.partition("  # ")[0].strip() for x in text.splitlines()]
+    """The lines without their depth and the comments at their ends; no blank ones."""
+    lines = [x.partition("  # ")[0].strip() for x in text.splitlines()]
+    return [x for x in lines if x]
 
 
 def test_the_chapter_quotes_both_files():
