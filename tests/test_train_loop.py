@@ -118,6 +118,13 @@ def test_the_trained_model_comes_back(tmp_path, mode):
     snapshot = load(tmp_path / "snapshot.pt")
     assert snapshot["EPOCHS_RUN"] == 4
     assert same_bits(model, snapshot["MODEL_STATE"]), "BatchNorm's statistics, too"
+    trained = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
+    trained.load_state_dict(model)
+    trained.eval()
+    data = zip(*utils.MyTrainDataset(512, seed=1), strict=True)
+    source, targets = (torch.stack(x) for x in data)
+    loss = F.mse_loss(trained(source), targets).item()
+    assert facts["metrics"]["held-out loss"] == pytest.approx(loss, rel=1e-5)
     names = ["train loss", "held-out loss", "test loss"]
     assert list(facts["metrics"]) == names
     ((loss, path),) = facts["best"]
@@ -270,6 +277,15 @@ def test_it_resumes_bit_for_bit(modes, tmp_path, mode):
     assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
     both = [load(x / "snapshot.pt") for x in (tmp_path, modes[mode][0])]
     assert same_bits(*both)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_dropout_resumes_and_differs_from_rank_to_rank(tmp_path, mode):
+    case(tmp_path, "dropout", mode)
+    assert same_bits(*(load(tmp_path / x) for x in ("whole.pt", "resumed.pt")))
+    if mode == "ddp":
+        first, second = noted(tmp_path, "random")
+        assert first != second
 
 
 def test_the_rungs_read_its_snapshots_and_it_reads_theirs(modes, tmp_path):

@@ -73,6 +73,29 @@ def comes_back(gpu_mode):
     torch.save(model.state_dict(), "model.pt")
 
 
+# Random numbers
+
+
+class Draws(Callback):
+    """A random number after each epoch, on every rank."""
+
+    every_rank = True
+
+    def on_epoch_end(self, loop):
+        note("random", torch.rand(1).item())
+
+
+def dropout(gpu_mode):
+    """Two epochs at once, and one by one."""
+    for path, *until in (("whole.pt", 2), ("resumed.pt", 1, 2)):
+        for epochs in until:
+            torch.manual_seed(0)
+            linear = torch.nn.Linear(20, 1)
+            model = torch.nn.Sequential(torch.nn.Dropout(0.1), linear)
+            options = {"callbacks": [Draws()], "snapshot_path": path}
+            make_loop(gpu_mode=gpu_mode, model=model, **options).fit(epochs)
+
+
 # Override
 
 
