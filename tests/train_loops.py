@@ -85,7 +85,7 @@ class Draws(Callback):
         note("random", torch.rand(1).item())
 
 
-def dropout(gpu_mode):
+def dropout(gpu_mode, precision):
     """Two epochs at once, and one by one."""
     for path, *until in (("whole.pt", 2), ("resumed.pt", 1, 2)):
         for epochs in until:
@@ -93,7 +93,8 @@ def dropout(gpu_mode):
             linear = torch.nn.Linear(20, 1)
             model = torch.nn.Sequential(torch.nn.Dropout(0.1), linear)
             options = {"callbacks": [Draws()], "snapshot_path": path}
-            make_loop(gpu_mode=gpu_mode, model=model, **options).fit(epochs)
+            options |= {"gpu_mode": gpu_mode, "precision": precision}
+            make_loop(model=model, **options).fit(epochs)
 
 
 # Override
@@ -251,7 +252,7 @@ def info_nce(output, targets):
     return F.cross_entropy(one @ other.T, torch.arange(len(one)))
 
 
-def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size):
+def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
     """One of several machines, as each would type it."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -266,7 +267,7 @@ def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size):
         info_nce,
         gpu_mode,
         snapshot_path=f"node{node_rank}.pt",
-    ).fit(3, int(num_nodes), int(node_rank), int(num_gpus))
+    ).fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
     torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
