@@ -15,11 +15,13 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import select
 import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -34,7 +36,13 @@ import torch.distributed as dist
 # is made (https://github.com/pytorch/pytorch/issues/190489): so it is imported before.
 import torch.distributed.nn.functional
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 try:
     import fcntl
@@ -702,6 +710,101 @@ def check_run(
         fail(f"cannot write {args.snapshot_path}: {error.strerror}")
     if os.path.exists(path):
         check_snapshot(args.snapshot_path, model, make_optimizer(model.parameters()))
+
+
+def find_launcher():
+    """Whether torchrun or srun has started this process as one of several.
+
+    srun's names for rank and world size then have torchrun's names as well.
+    """
+    env = os.environ
+    # A batch script has SLURM_NTASKS, too. But it is in no step, as srun's tasks are,
+    # and a task that is alone may start processes of its own.
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        tasks = env["SLURM_STEP_TASKS_PER_NODE"]  # such as 2(x3), or 2,1
+        if "," in tasks:
+            fail(f"srun has started {tasks} tasks on the nodes: start equally many")
+        if "MASTER_ADDR" not in env:
+            hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+            env["MASTER_ADDR"] = subprocess.check_output(hosts, text=True).split()[0]
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
+        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        env["LOCAL_WORLD_SIZE"] = tasks.partition("(")[0]
+    return "RANK" in env
+
+
+def find_master():
+    """(MASTER_ADDR, MASTER_PORT) of several machines, else one line and exit 2."""
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        fail(f"several machines need MASTER_ADDR and MASTER_PORT on each: {error}")
+
+
+def check_loop(loop, world_size=None, nprocs=None):
+    """`check_run` for a `TrainLoop`, and what else can be wrong with it."""
+    choices = {
+        "gpu_mode": ("single", "dp", "ddp", "ddp2"),
+        "precision": ("fp32", "bf16", "fp16"),
+    }
+    for name, known in choices.items():
+        if getattr(loop, name) not in known:
+            fail(f"{name} {getattr(loop, name)!r}: choose {', '.join(known)}")
+    if world_size is None and find_launcher() and os.environ["WORLD_SIZE"] != "1":
+        fail(f"gpu_mode {loop.gpu_mode} is one process: start one, or choose ddp")
+    if loop.gpu_mode == "ddp2" and loop.accumulate > 1:
+        fail("gpu_mode ddp2 has one loss for the whole batch: accumulate must be 1")
+    if loop.gpu_mode == "ddp2" and world_size % loop.nprocs:
+        fail("gpu_mode ddp2 needs equally many processes on each machine")
+    for name in ("train_loader", "val_loader", "test_loader"):
+        if getattr(loop, name) is not None or name != "test_loader":
+            check_loader(name, getattr(loop, name))
+    kinds = [type(callback).__name__ for callback in loop.callbacks]
+    if len(set(kinds)) < len(kinds):
+        fail(f"two callbacks of one class share their state in the snapshot: {kinds}")
+    args = argparse.Namespace(
+        device=loop.device_name,
+        batch_size=loop.train_loader.batch_size,
+        snapshot_path=loop.snapshot_path,
+    )
+    data = loop.train_loader.dataset, loop.val_loader.dataset
+    objects = loop.model, loop.criterion, lambda _: loop.optimizer
+    check_run(args, *data, *objects, world_size=world_size, nprocs=nprocs)
+
+
+def check_loader(name, loader):
+    """End with one line and exit status 2 unless `TrainLoop` can share it out."""
+    if not isinstance(loader, DataLoader):
+        fail(f"{name} is no DataLoader, but a {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        fail(f"{name}: an IterableDataset has no indices that a sampler can share out")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        fail(f"{name}: a {type(loader).__name__} would lose its __iter__")
+    if loader.batch_size is None:
+        fail(f"{name}: no batch_sampler can be shared out. Give it batch_size=...")
+    sampler = loader.sampler
+    all_of_them = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+    )
+    if not all_of_them:
+        fail(f"{name}: its {type(sampler).__name__} would be lost. Say shuffle=...")
+    if name != "train_loader" and loader.drop_last:
+        fail(f"{name}: drop_last=True leaves samples out. Say drop_last=False")
+
+
+def save_loop(loop, path):
+    """Write a `TrainLoop` for other processes to read, or one line and exit status 2.
+
+    Not by pickle alone: it would put the tensors of all ranks into one memory, so that
+    every process trains the same weights, and all of a tensor for each row of it.
+    """
+    try:
+        torch.save(loop, path)
+    except (AttributeError, pickle.PicklingError, TypeError) as error:
+        fail(f"gpu_mode {loop.gpu_mode} cannot send this to other processes: {error}")
 
 
 def check_snapshot(path, model, optimizer):

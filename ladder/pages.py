@@ -32,6 +32,7 @@ GROUPS = {
         "real_job",
         "preemptible",
         "ddp2",
+        "train_loop",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],

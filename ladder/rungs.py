@@ -2,6 +2,10 @@
 
 `RUNGS` is {name: parent's name, or None}; `EDGES` is [(parent, child)]. A name is a
 path from the root of the repository, such as `variants/preemptible.py`.
+
+`FRAMEWORKS` is {name: names of rungs}: scripts that put the lines of several rungs into
+one, and switch between them. A framework is no rung: its docstring has the line
+`Made of: single_gpu.py, multigpu.py` and names no parent.
 """
 
 import re
@@ -63,15 +67,35 @@ def find_rungs():
     return rungs
 
 
+def find_frameworks():
+    """{name: the rungs that it is made of} of every script that names those."""
+    frameworks = {}
+    for path in sorted(ROOT.glob("variants/**/*.py")):
+        made_of = re.search(r"^Made of: (.+(?:(?<=,)\n.+)*)$", docstring(path), re.M)
+        if made_of:
+            frameworks[str(path.relative_to(ROOT))] = re.split(r",\s+", made_of[1])
+    return frameworks
+
+
 RUNGS = find_rungs()
+FRAMEWORKS = find_frameworks()
 EDGES = [(parent, child) for child, parent in RUNGS.items() if parent]
 
 
 def check_rungs():
-    """Raise InputError unless all scripts are on one tree: one has no parent."""
+    """Raise InputError unless all scripts are on one tree: one has no parent.
+
+    A framework is on no tree, but made of scripts that are.
+    """
+    for name, rungs in FRAMEWORKS.items():
+        if name in RUNGS:
+            raise InputError(f"{name}:1: a framework (Made of: ...) has no parent")
+        for rung in rungs:
+            if rung not in RUNGS:
+                raise InputError(f"{name}:1: it is made of {rung}, which is no rung")
     for path in ROOT.glob("variants/**/*.py"):
         name = str(path.relative_to(ROOT))
-        if name not in RUNGS and path.name != "__init__.py":
+        if name not in {*RUNGS, *FRAMEWORKS} and path.name != "__init__.py":
             raise InputError(
                 f"{name}:1: the docstring names no parent (Parent: multinode.py)"
             )

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 from ladder.pages import explanations
-from ladder.rungs import ROOT, RUNGS, InputError
+from ladder.rungs import FRAMEWORKS, ROOT, RUNGS, InputError
 
 TEXT_TESTS = ["tests/test_diff.py", "tests/test_docs.py"]
 
 
 def checks(name, text_only):
     """[(what it checks, command as words)] for one rung, the quickest first."""
-    stem, parent = Path(name).stem, RUNGS[name]
+    stem, parent = Path(name).stem, RUNGS.get(name)
     files = [name]
     own_tests = f"tests/test_{stem}.py"
     if (ROOT / own_tests).exists():
@@ -49,7 +49,12 @@ def checks(name, text_only):
 
 
 def chapters(name):
-    """The pages in docs/ that explain the rung's diff to its parent."""
+    """The pages in docs/ that explain the rung's diff to its parent.
+
+    A framework has no diff, but a page of its name.
+    """
+    if name in FRAMEWORKS:
+        return [Path(name).stem]
     places = explanations().get((RUNGS[name], name), {}).values()
     return sorted({page for page, *_ in places})
 
@@ -87,7 +92,7 @@ if __name__ == "__main__":
     name = os.path.relpath(args.name, ROOT) if os.path.exists(args.name) else args.name
     if not (ROOT / name).is_file():
         parser.error(f"there is no file {name}")
-    if name not in RUNGS:
+    if name not in {*RUNGS, *FRAMEWORKS}:
         parser.error(
             f"{args.name} is no rung: its docstring must say `Parent: multigpu.py`, or"
             f" what else its parent is. The rungs are {', '.join(RUNGS)}"

@@ -73,10 +73,13 @@ def _start_forks(start_processes, fn, args=(), nprocs=1, join=True, daemon=False
 
 
 def _with_fresh_threads(fn, *args):
-    """`fn` of the script as a spawned process imports it, not as `__main__`."""
+    """`fn` of the script as a spawned process imports it, not as `__main__`.
+
+    It may also be a function of a module that the script imports.
+    """
     use_fresh_threads()
     script = runpy.run_path(sys.argv[0], run_name="__mp_main__")
-    return script[fn.__name__](*args)
+    return script.get(fn.__name__, fn)(*args)
 
 
 def _torchrun(words):

@@ -306,6 +306,8 @@ def test_bad_input(copy, fault):
         ("variants/x.py", b'"""X. Parent: nosuch.py"""\n'),
         ("variants/x.py", b'"""X. Parent: variants/x.py"""\n'),
         ("variants/x.py", b'"""X. Parent: none"""\n'),
+        ("variants/x.py", b'"""X.\n\nMade of: multigpu.py,\nutils.py\n"""\n'),
+        ("variants/x.py", b'"""X. Parent: multigpu.py\n\nMade of: utils.py\n"""'),
         ("variants/x.py", b'"""X.\n\nParent: multinode.py\n"""\n\xff'),
         ("README.md", None),
     ],

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ladder.files import copy_tree, edit
 from ladder.pages import Block, Page
-from ladder.rungs import ROOT, RUNGS, docstring
+from ladder.rungs import FRAMEWORKS, ROOT, RUNGS, docstring
 from proofs.processes import clean_env, descendants, left_over
 from website.forks import Forks, forked
 
@@ -211,9 +211,10 @@ def what_is_wrong(block, status, output):
 def commands_of(pages):
     """Every Command of the pages but those in docstrings of rungs.
 
-    tests/test_training.py::test_learns runs those.
+    tests/test_training.py::test_learns runs those, and a framework's own tests.
     """
-    tested = "\n".join(docstring(ROOT / name) for name in RUNGS).splitlines()
+    names = *RUNGS, *FRAMEWORKS
+    tested = "\n".join(docstring(ROOT / name) for name in names).splitlines()
     found = []
     for page in pages:
         for block in page.blocks:
