@@ -1066,7 +1066,7 @@ def describe_run(trainer):
         plan = f"starting with epoch 1: no epoch is finished in {path}"
     if hasattr(trainer, "dp_model"):
         plan += f"\n{describe_split(trainer.dp_model, batch)}"
-    if hasattr(trainer, "scaler"):
+    if getattr(trainer, "dtype", None):
         plan += f"\n{describe_precision(trainer)}"
     return (
         f"{world_size} x {device}, batch {batch} each: effective batch"

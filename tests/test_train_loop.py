@@ -155,6 +155,15 @@ def test_what_travels_is_tied_and_not_shared(tmp_path):
     assert not torch.equal(loop.model.weight, original)
 
 
+@pytest.mark.parametrize("name", ["gradient_accumulation", "mixed_precision", "ddp2"])
+def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
+    """5 epochs of its own task, with the same options."""
+    folder, _ = runs(f"variants/{name}.py")
+    case(tmp_path, f"as_{name}")
+    both = [weights(x / "snapshot.pt") for x in (tmp_path, folder)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+
+
 def test_both_methods_can_be_overridden(tmp_path):
     case(tmp_path, "override", 1)
     assert noted(tmp_path, "connection") == [[0, 2], [1, 2]]

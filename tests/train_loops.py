@@ -271,6 +271,32 @@ def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
     torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
+# The variants
+
+
+def as_gradient_accumulation():
+    make_loop(gpu_mode="ddp", accumulate=4).fit(5)
+
+
+def as_mixed_precision():
+    make_loop(gpu_mode="ddp", precision="bf16").fit(5)
+
+
+def as_ddp2():
+    torch.manual_seed(0)
+    train_set, held_out = utils.load_views()
+    model = utils.Encoder(20, 8)
+    TrainLoop(
+        model,
+        DataLoader(train_set, 32, shuffle=True, drop_last=True),
+        DataLoader(held_out, 32),
+        None,
+        torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
+        utils.info_nce,
+        "ddp2",
+    ).fit(5)
+
+
 def unsendable():
     make_loop(gpu_mode="ddp", criterion=lambda x, y: F.mse_loss(x, y)).fit(1)
 

@@ -1,6 +1,6 @@
 """A framework in one file: it spawns, shares out the data, trains, returns the model.
-
-Made of: single_gpu.py, multigpu.py, multinode.py
+Made of: single_gpu.py, multigpu.py, multinode.py, variants/gradient_accumulation.py,
+variants/mixed_precision.py, variants/ddp2.py
 
 python -m variants.train_loop 50 10 --gpu-mode ddp
 torchrun --standalone --nproc-per-node=2 -m variants.train_loop 50 10 --gpu-mode ddp
