@@ -29,6 +29,7 @@ GROUPS = {
         "gradient_accumulation",
         "mixed_precision",
         "multinode_spawn",
+        "which_one",
         "real_job",
         "preemptible",
         "ddp2",
@@ -186,7 +187,7 @@ def read_marker(page, number, line):
         block.kind, block.text = "file", found[1]
         if (ROOT / block.text).exists():
             raise block.wrong(f"{block.text} is a file of this repository already")
-    elif block.text in ("rungs", "contents"):
+    elif block.text in ("rungs", "contents", "choices", "what for"):
         block.kind = block.text
     elif found := re.fullmatch(RUN, block.text):
         block.kind, block.status = "run", int(found["status"] or 0)

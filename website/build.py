@@ -15,6 +15,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
     <!-- rungs -->                          the table of the rungs
     <!-- contents -->                       the list of all pages, by group
+    <!-- choices -->                        the questions of ladder/choices.py
+    <!-- what for -->                       and its table of all scripts
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well
     <!-- run (exit status 1) COMMAND -->    ... or with this exit status
@@ -44,6 +46,7 @@ import re
 import sys
 from pathlib import Path
 
+from ladder.choices import AT_LAST, CHOICES, FSDP, WHAT_FOR, name_of
 from ladder.diffs import changed_lines, hunks, unified
 from ladder.pages import (
     GROUPS,
@@ -64,6 +67,7 @@ from ladder.rungs import (
     check_rungs,
     read_lines,
     summary,
+    trunk,
 )
 from website.commands import run_all, same
 
@@ -140,6 +144,45 @@ def contents(block):
     return lines
 
 
+def chapters(block, name, explained):
+    """Links to the pages that explain a script."""
+    found = {x[0]: None for x in explained.get((RUNGS.get(name), name), {}).values()}
+    if name == trunk()[0]:
+        found = {FIRST_CHAPTER: None}
+    elif name not in RUNGS:
+        found = {Path(name).stem: None}
+    return ", ".join(link(block, title(page), f"docs/{page}.md") for page in found)
+
+
+def choices(block, explained):
+    """The questions of ladder/choices.py as a list."""
+
+    def script(name):
+        return f"{link(block, name_of(name), name)}, {chapters(block, name, explained)}"
+
+    lines = []
+    for number, (question, answers, go_on) in enumerate(CHOICES, 1):
+        lines.append(f"{number}. **{question}**")
+        for answer, target in answers:
+            there = script(target) if target != FSDP else f"[FSDP]({FSDP}), not here"
+            lines.append(f"   - {answer}: {there}")
+        lines.append(f"   - {go_on}: go on")
+    return [*lines, f"{len(CHOICES) + 1}. Take {script(AT_LAST)}."]
+
+
+def what_for(block):
+    """The table of what each script buys and costs."""
+    lines = ["| script | changed lines | it buys | it costs | it needs |"]
+    lines.append("|---|---|---|---|---|")
+    for name, texts in WHAT_FOR.items():
+        parent, size = RUNGS.get(name), f"{len(read_lines(name))} lines in all"
+        if parent:
+            size = f"{len(changed_lines(parent, name))} from {name_of(parent)}"
+        cells = [link(block, name_of(name), name), size, *texts]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def rungs_table(block, explained):
     """The map: every rung, what it does, what it changes, where that is explained."""
     lines = [
@@ -151,13 +194,8 @@ def rungs_table(block, explained):
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
-        found = {place[0]: None for place in explained.get((parent, name), {}).values()}
-        if not parent:
-            found = {FIRST_CHAPTER: None}
-        chapters = ", ".join(
-            link(block, title(page), f"docs/{page}.md") for page in found
-        )
-        lines.append(f"| {link(block, name, name)} | {what} | {size} | {chapters} |")
+        where = chapters(block, name, explained)
+        lines.append(f"| {link(block, name, name)} | {what} | {size} | {where} |")
     return lines
 
 
@@ -234,6 +272,10 @@ def fill(page, outputs, explained):
             made = rungs_table(block, explained)
         elif block.kind == "contents":
             made = contents(block)
+        elif block.kind == "choices":
+            made = choices(block, explained)
+        elif block.kind == "what for":
+            made = what_for(block)
         else:
             made = hunk_diff(block) if block.hunks else whole_diff(block)
         lines[block.line : block.end] = made

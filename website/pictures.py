@@ -4,7 +4,8 @@
     python -m website.pictures --check    change nothing, and fail if one is stale
     python -m website.pictures --trace    measure anew for overlap.svg, then draw
 
-ladder.svg shows the rungs and how many lines change between them. overlap.svg shows
+ladder.svg shows the rungs and how many lines change between them. which_one.svg shows
+the questions of ladder/choices.py. overlap.svg shows
 docs/pictures/overlap.json: one step of multigpu.py, as the profiler saw it. Exit
 status 1: a picture differs from what this script draws.
 """
@@ -22,6 +23,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from benchmarks.report import cpu_model
+from ladder.choices import AT_LAST, CHOICES, FSDP, name_of
 from ladder.diffs import changed_lines
 from ladder.rungs import ROOT, RUNGS, ancestry, summary, trunk, variants
 from proofs.launch import plant, train
@@ -277,6 +279,47 @@ def draw_ladder(steps, leaves, step_of):
     return svg.done()
 
 
+# Which one do I need?
+
+
+def which_one():
+    said = []
+    for question, answers, go_on in CHOICES:
+        leads = "; ".join(f"{answer}: {name_of(x)}" for answer, x in answers)
+        said.append(f"{question} {leads}; {go_on}: go on.")
+    desc = f"Questions from top to bottom. {' '.join(said)} Then: {AT_LAST}."
+    rows = [(question, answers, go_on) for question, answers, go_on in CHOICES]
+    heights = [max(46, 32 * len(answers) + 6) for _, answers, _ in rows]
+    svg = Svg(50 + sum(heights) + 26 * len(rows) + 50, "Which one do I need?", desc)
+    y = 48
+    for (question, answers, go_on), height in zip(rows, heights, strict=True):
+        svg.rect(20, y, 270, height, "plain edge", rx=4)
+        texts = textwrap.wrap(question, 36)
+        top = y + height / 2 + 5 - 8.5 * (len(texts) - 1)
+        svg.lines(34, top, 17, texts)
+        for i, (answer, target) in enumerate(answers):
+            middle = y + height / 2 + 32 * (i - (len(answers) - 1) / 2)
+            svg.text(312, middle - 5, answer, "soft s")
+            svg.line(f"M291 {middle:g}H487", "strong line")
+            head = f"M482 {middle - 4:g}L487 {middle:g}L482 {middle + 4:g}"
+            svg.line(head, "strong line")
+            kind = "green" if target in RUNGS and "/" not in target else "blue"
+            kind = "amber" if target == FSDP else kind
+            svg.rect(490, middle - 13, 290, 26, f"{kind} edge", rx=4)
+            svg.text(502, middle + 5, name_of(target), "ink b c")
+        y += height
+        svg.down(60, y, y + 24)
+        svg.text(74, y + 17, go_on, "soft s")
+        y += 26
+    svg.rect(20, y, 270, 32, "green edge", rx=4)
+    svg.text(34, y + 21, name_of(AT_LAST), "ink b c")
+    svg.rect(312, y + 10, 16, 12, "green edge", rx=1)
+    svg.text(334, y + 20, "one of the three scripts", "ink s")
+    svg.rect(500, y + 10, 16, 12, "blue edge", rx=1)
+    svg.text(522, y + 20, "a variant, with one idea more", "ink s")
+    return svg.done()
+
+
 # The ring
 
 
@@ -523,6 +566,7 @@ def overlap():
 
 PICTURES = {
     "ladder.svg": ladder,
+    "which_one.svg": which_one,
     "ring.svg": ring,
     "memory.svg": memory,
     "overlap.svg": overlap,
