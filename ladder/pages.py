@@ -25,11 +25,11 @@ GROUPS = {
         "preflight",
     ],
     "Variants": [
+        "which_one",
         "data_parallel",
         "gradient_accumulation",
         "mixed_precision",
         "multinode_spawn",
-        "which_one",
         "real_job",
         "preemptible",
         "ddp2",
