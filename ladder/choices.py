@@ -106,7 +106,7 @@ WHAT_FOR = {
     "variants/real_job.py": (
         "a schedule, clipping, accuracy, random data in workers, and a log",
         "two more processes for each rank, which load the data",
-        "scikit-learn's digits, or your own data",
+        "cores for the workers",
     ),
     "variants/ddp2.py": (
         "a loss over the samples of all processes of a machine",

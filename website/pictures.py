@@ -290,7 +290,8 @@ def which_one():
     desc = f"Questions from top to bottom. {' '.join(said)} Then: {AT_LAST}."
     rows = [(question, answers, go_on) for question, answers, go_on in CHOICES]
     heights = [max(46, 32 * len(answers) + 6) for _, answers, _ in rows]
-    svg = Svg(50 + sum(heights) + 26 * len(rows) + 50, "Which one do I need?", desc)
+    title = "Which one do I need? The first answer that fits leads to it"
+    svg = Svg(50 + sum(heights) + 26 * len(rows) + 50, title, desc)
     y = 48
     for (question, answers, go_on), height in zip(rows, heights, strict=True):
         svg.rect(20, y, 270, height, "plain edge", rx=4)
