@@ -9,21 +9,21 @@ FSDP = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 CHOICES = [
     (
-        "Do you come from older code?",
+        "Does your code use one of these?",
         [
             ("nn.DataParallel", "variants/data_parallel.py"),
             ("NVIDIA Apex", "variants/mixed_precision.py"),
-            ("--nodes --gpus --nr", "variants/multinode_spawn.py"),
+            ("options --nodes --gpus --nr", "variants/multinode_spawn.py"),
             ("Lightning", "variants/train_loop.py"),
         ],
         "no",
     ),
     (
-        "Do model, gradients, optimizer and batch fit on one device?",
+        "Do the model and a batch fit into the memory of one device?",
         [
             ("the model does not", FSDP),
             ("the batch does not", "variants/gradient_accumulation.py"),
-            ("nearly, or too slow", "variants/mixed_precision.py"),
+            ("barely, or too slow", "variants/mixed_precision.py"),
         ],
         "yes",
     ),
@@ -38,7 +38,7 @@ CHOICES = [
         "yes",
     ),
     (
-        "May the job be taken away from you at any time?",
+        "May your job be stopped at any time?",
         [("yes", "variants/preemptible.py")],
         "no",
     ),
@@ -53,7 +53,7 @@ CHOICES = [
         "no",
     ),
     (
-        "Do you want a schedule, clipping, accuracy and a log?",
+        "Do you want a schedule, clipping, accuracy or a log?",
         [("yes", "variants/real_job.py")],
         "no",
     ),
@@ -73,49 +73,50 @@ WHAT_FOR = {
         "one machine with several GPUs",
     ),
     "multigpu.py": (
-        "all devices of a machine: each of them takes a share of the samples",
+        "all devices of a machine, because each takes a share of the samples",
         "in each step, the processes exchange the gradients of the whole model",
         "one machine",
     ),
     "variants/gradient_accumulation.py": (
-        "a larger batch than fits into the memory, or fewer messages for each sample",
+        "a larger batch than fits into the memory, or fewer messages on the network",
         "the parts of a batch run one after the other",
         "nothing more",
     ),
     "variants/mixed_precision.py": (
         "less memory for activations, and speed where the device computes fast in"
         " bfloat16 or float16",
-        "rounding; float16 also needs a scaler, and skips a step now and then",
+        "less exact numbers; float16 also needs a scaler, and skips steps now and then",
         "a device that is fast in bfloat16 or float16",
     ),
     "variants/multinode_spawn.py": (
         "many machines without a launcher",
         "you type a command on each machine, and nothing restarts after a failure",
-        "a port of the first machine that all others can reach",
+        "a port on the first machine that all others can reach",
     ),
     "multinode.py": (
         "many machines, and restarts after a failure",
-        "you start it by torchrun",
+        "you type a command on each machine, or let a scheduler do it",
         "torchrun, and a network between the machines",
     ),
     "variants/preemptible.py": (
-        "a job that is told to end saves within the epoch, and goes on at this step",
+        "a job that is told to end saves inside the epoch and resumes at the same step",
         "the processes exchange one more number in each step",
         "a scheduler that sends SIGTERM before it kills",
     ),
     "variants/real_job.py": (
-        "a schedule, clipping, accuracy, random data in workers, and a log",
-        "two more processes for each rank, which load the data",
+        "a learning-rate schedule, clipping, accuracy, a log, and augmentation that a"
+        " resumed run repeats",
+        "four more processes for each rank, which load the data",
         "cores for the workers",
     ),
     "variants/ddp2.py": (
         "a loss over the samples of all processes of a machine",
         "the processes of a machine exchange their outputs in each step",
-        "equally many processes on all machines",
+        "the same number of processes on each machine",
     ),
     "variants/train_loop.py": (
-        "one `fit()` for all of this, which you can read to its ground",
-        "you cannot see in your own script what it does",
+        "one `fit()` for most of this, which you can read to the last line",
+        "your own script no longer shows what happens",
         "nothing more",
     ),
 }

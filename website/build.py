@@ -158,7 +158,8 @@ def choices(block, explained):
     """The questions of ladder/choices.py as a list."""
 
     def script(name):
-        return f"{link(block, name_of(name), name)}, {chapters(block, name, explained)}"
+        where = chapters(block, name, explained)
+        return f"{link(block, name_of(name), name)}, explained in {where}"
 
     lines = []
     for number, (question, answers, go_on) in enumerate(CHOICES, 1):

@@ -24,6 +24,7 @@ extensions = ["myst_parser", "sphinx_copybutton", "notfound.extension"]
 extensions += ["website.extension"]
 root_doc = "0_intro"
 include_patterns = ["*.md"]
+smartquotes_action = "qe"  # no D: it would make a dash of --nodes
 myst_heading_anchors = 6  # ladder.pages.slug gives the same anchors
 
 templates_path = ["templates"]
