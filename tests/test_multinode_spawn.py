@@ -305,8 +305,12 @@ def test_machines_with_different_data(samples, tmp_path, port):
 
 
 def test_what_machines_may_have_of_their_own(tmp_path, port):
-    """Their number, machine 0's name as they know it, their paths, their patience."""
+    """Their number, machine 0's name as they know it, their paths, their patience.
+
+    And how they say which device it is.
+    """
     own = ["--snapshot-path", "other.pt", "--master-addr", "127.0.0.1", "--wait", 99]
+    own += ["--device", "cpu"]  # what `auto` means on the other
     ended([machine(0, port, tmp_path), machine(1, port, tmp_path, *own)])
     assert list(files(tmp_path)) == ["snapshot.pt"]
 
@@ -385,6 +389,15 @@ def test_strangers_and_machines_that_leave_do_not_count(tmp_path, port):
     assert "stopped by Ctrl-C" in done.stderr and done.returncode == 1
     (one, _), *_ = ended([first, *(machine(x, port, tmp_path, **how) for x in (1, 2))])
     assert one.count("epoch 5/5") == 1
+
+
+def test_a_stranger_that_says_nothing(tmp_path, port):
+    """It is not waited for without end."""
+    first = machine(0, port, tmp_path, "--wait", 1)
+    wait_for_port(port)
+    with socket.create_connection(("localhost", port)):
+        done = first.finish(timeout_s=60)
+    assert done.returncode == 2 and "there is no machine with --nr 1" in done.stderr
 
 
 def wait_for_port(port, timeout_s=60):
