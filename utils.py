@@ -411,10 +411,8 @@ def roll_call(args, port):
     """
     if args.nodes == 1:
         return port
-    with open(sys.argv[0], "rb") as script:
-        checksum = f"{zlib.crc32(script.read()):08x}"
     settings = {x: str(y) for x, y in vars(args).items() if x not in OF_ONE_MACHINE}
-    settings |= {"device": device_type(args.device), "the script's checksum": checksum}
+    settings |= {"device": device_type(args.device), **own_checksums()}
     me = {"nr": args.nr, "host": socket.gethostname(), "settings": settings}
     if settings["device"] == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         try:
@@ -430,6 +428,24 @@ def roll_call(args, port):
     if "fault" in answer:
         fail(answer["fault"])
     return answer["port"]
+
+
+def own_checksums():
+    """Of the script, and of each module in this folder and below: {whose: checksum}."""
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+    files = {"the script": sys.argv[0]}
+    for name, module in sorted(sys.modules.items()):
+        path = os.path.abspath(getattr(module, "__file__", None) or "")
+        installed = "site-packages" in path or "lib/python" in path  # in a .venv, say
+        if name == "__main__" or installed or not path.startswith(folder):
+            continue
+        if path.endswith(".py") and os.path.isfile(path):
+            files[path.removeprefix(folder)] = path
+    checksums = {}
+    for whose, path in files.items():
+        with open(path, "rb") as file:
+            checksums[f"{whose}'s checksum"] = f"{zlib.crc32(file.read()):08x}"
+    return checksums
 
 
 def answer_all(args, me, port):
@@ -673,7 +689,8 @@ def check_run(
     """End with one line and exit status 2 if this run cannot work; change no file.
 
     After `args` comes what `load_train_objs` returns. A process that trains alone has
-    no `world_size`. `nprocs` says how many of the processes are on this machine.
+    no `world_size`. `nprocs` says how many of the processes are on this machine. How
+    many samples there are is noted in `args.samples`, for `roll_call`.
     """
     devices = torch.accelerator.device_count()
     on_cpu = device_type(args.device, world_size is not None) == "cpu"
@@ -710,6 +727,7 @@ def check_run(
         fail(f"cannot write {args.snapshot_path}: {error.strerror}")
     if os.path.exists(path):
         check_snapshot(args.snapshot_path, model, make_optimizer(model.parameters()))
+    args.samples = len(train_set), len(eval_set)
 
 
 def find_launcher():

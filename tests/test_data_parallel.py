@@ -3,7 +3,9 @@
 tests/test_gpu.py has the tests that need two.
 """
 
+import inspect
 import json
+import threading
 import types
 
 import pytest
@@ -220,3 +222,24 @@ def test_the_parts_of_data_parallel_do_not_run_on_the_cpu():
         scatter(source, ["cpu", "cpu"])
     with pytest.raises(ValueError, match="device, but got: cpu"):
         parallel_apply([model, model], [source, source], devices=["cpu", "cpu"])
+
+
+def test_a_thread_does_not_know_the_precision():
+    """torch's own `_worker` switches autocast on without a dtype; here with the CPU's.
+
+    Its default is bfloat16. That of CUDA is float16.
+    """
+    source, dtypes = torch.ones(1, 2), [torch.get_autocast_dtype("cuda")]
+
+    def worker():
+        with torch.autocast("cpu", enabled=True):
+            dtypes.append(torch.nn.Linear(2, 2)(source).dtype)
+            with torch.autocast("cpu", torch.float16):
+                dtypes.append(torch.nn.Linear(2, 2)(source).dtype)
+
+    with torch.autocast("cpu", torch.float16):
+        thread = threading.Thread(target=worker)
+        thread.start()
+        thread.join()
+    assert dtypes == [torch.float16, torch.bfloat16, torch.float16]
+    assert ", enabled=autocast_enabled)" in inspect.getsource(parallel_apply)

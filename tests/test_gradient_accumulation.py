@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import utils
 from ladder.rungs import ROOT
 from proofs.launch import objects_of, plant, run_script, train
 from proofs.results import load, same_bits
@@ -197,6 +198,25 @@ def test_batch_normalization_sees_micro_batches(tmp_path):
     train(script, 1, 1, cwd=tmp_path)
     state = load(tmp_path / "snapshot.pt")["MODEL_STATE"]
     assert state["0.num_batches_tracked"] == 4 * STEPS
+
+
+def test_a_loss_that_compares_samples():
+    """The mean of the micro-batches' losses has another gradient than the batch."""
+    model = utils.Encoder(20, 8).double()
+    source, targets = (torch.stack(x) for x in zip(*utils.load_views()[0], strict=True))
+    source = source[:32].double()
+    whole, pieces = (
+        torch.autograd.grad(
+            sum(
+                utils.info_nce(model(source[x : x + size]), targets[x : x + size])
+                for x in range(0, 32, size)
+            )
+            / (32 / size),
+            model.linear.weight,
+        )[0]
+        for size in (32, 8)
+    )
+    assert (pieces - whole).norm() > 0.1 * whole.norm()
 
 
 @pytest.fixture(scope="module")

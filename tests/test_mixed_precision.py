@@ -329,6 +329,75 @@ def test_others_go_on_from_float16(in_float16, copy_of, name):
     assert held_out < losses(in_float16[1])[-1][1]
 
 
+# What a reader adds
+
+
+def step_in_float16(model, optimizers, scaler, source, clip):
+    """One step with the scaler; `clip`: the parameters that are clipped together."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        output = model(source)
+    scaler.scale(output.float().mean()).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    for parameters in clip:
+        torch.nn.utils.clip_grad_norm_(parameters, math.inf)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.fixture
+def two_parts():
+    """Two layers. With a loss scale of 32768 the gradients of the first overflow."""
+    parts = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    with torch.no_grad():
+        parts[1].weight.fill_(1000)
+    return torch.nn.Sequential(*parts), torch.amp.GradScaler("cpu", init_scale=32768.0)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_optimizers_are_clipped_apart(two_parts, together):
+    """One skips. Clipped with it, the other takes a step with gradients of nan."""
+    model, scaler = two_parts
+    before = model[0].weight.clone()
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.01) for x in model]
+    clip = [model.parameters()] if together else [x.parameters() for x in model]
+    step_in_float16(model, optimizers, scaler, torch.ones(8, 4), clip)
+    assert scaler.get_scale() == 16384 and torch.equal(model[0].weight, before)
+    assert model[1].bias.isnan().item() == together
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_no_optimizer_has_must_be_frozen(two_parts, frozen):
+    """Its gradients overflow, no step is skipped, and the norm is infinite."""
+    model, scaler = two_parts
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.01)
+    clip = [model.parameters()]
+    step_in_float16(model, [optimizer], scaler, torch.ones(8, 4), clip)
+    assert scaler.get_scale() == 32768
+    assert model[1].bias.isnan().item() == (not frozen)
+
+
+def test_batch_normalization_does_not_skip():
+    """The weights stay, the running statistics are lost for good."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    source = torch.randn(8, 4)
+    finite = []
+    for factor in (1, 1e6, 1):
+        clip = [model.parameters()]
+        step_in_float16(model, [optimizer], scaler, factor * source, clip)
+        weights_too = [x.isfinite().all().item() for x in model.parameters()]
+        finite.append((all(weights_too), model[1].running_mean.isfinite().all().item()))
+    assert finite == [(True, True), (True, False), (True, False)]
+    assert scaler.get_scale() == 32
+    assert model.eval()(source).isnan().any()
+
+
 # The command line
 
 

@@ -271,9 +271,46 @@ def test_machines_with_different_scripts(tmp_path, port):
     assert one == other and one.startswith("the script's checksum is ")
 
 
+def test_machines_with_different_modules(tmp_path, port):
+    """Somebody has changed a file that the script imports. The line names it."""
+    pair = []
+    for nr in (0, 1):
+        script = plant(NAME, tmp_path / f"copy{nr}")
+        if nr == 1:
+            module = script.parents[1] / "utils.py"
+            module.write_text(module.read_text() + "# with a change\n")
+        pair.append(machine(nr, port, tmp_path / str(nr), script=script))
+    one, other = faults(pair)
+    assert one == other and one.startswith("utils.py's checksum is ")
+
+
+@pytest.mark.parametrize("samples", [("2050", "512"), ("2048", "500")])
+def test_machines_with_different_data(samples, tmp_path, port):
+    """Each has the data on a disk of its own. As many steps, but another order."""
+    changes = [
+        (f"MyTrainDataset({x}", f'MyTrainDataset(int(os.environ["N{x}"])')
+        for x in ("2048", "512")
+    ]
+    changes.append(("import functools", "import functools\nimport os"))
+    script = plant(NAME, tmp_path / "copy", *changes)
+    pair = []
+    for nr, sizes in enumerate([("2048", "512"), samples]):
+        sizes = dict(zip(("N2048", "N512"), sizes, strict=True))
+        pair.append(machine(nr, port, tmp_path / str(nr), script=script, **sizes))
+    one, other = faults(pair)
+    assert one == other
+    there, here = (f"({', '.join(x)})" for x in (samples, ("2048", "512")))
+    assert one.startswith(f"samples is {there} on machine 1 (")
+    assert f"and {here} on machine 0" in one
+
+
 def test_what_machines_may_have_of_their_own(tmp_path, port):
-    """Their number, machine 0's name as they know it, their paths, their patience."""
+    """Their number, machine 0's name as they know it, their paths, their patience.
+
+    And how they say which device it is.
+    """
     own = ["--snapshot-path", "other.pt", "--master-addr", "127.0.0.1", "--wait", 99]
+    own += ["--device", "cpu"]  # what `auto` means on the other
     ended([machine(0, port, tmp_path), machine(1, port, tmp_path, *own)])
     assert list(files(tmp_path)) == ["snapshot.pt"]
 
@@ -352,6 +389,15 @@ def test_strangers_and_machines_that_leave_do_not_count(tmp_path, port):
     assert "stopped by Ctrl-C" in done.stderr and done.returncode == 1
     (one, _), *_ = ended([first, *(machine(x, port, tmp_path, **how) for x in (1, 2))])
     assert one.count("epoch 5/5") == 1
+
+
+def test_a_stranger_that_says_nothing(tmp_path, port):
+    """It is not waited for without end."""
+    first = machine(0, port, tmp_path, "--wait", 1)
+    wait_for_port(port)
+    with socket.create_connection(("localhost", port)):
+        done = first.finish(timeout_s=60)
+    assert done.returncode == 2 and "there is no machine with --nr 1" in done.stderr
 
 
 def wait_for_port(port, timeout_s=60):
