@@ -14,6 +14,7 @@ CHOICES = [
             ("nn.DataParallel", "variants/data_parallel.py"),
             ("NVIDIA Apex", "variants/mixed_precision.py"),
             ("options --nodes --gpus --nr", "variants/multinode_spawn.py"),
+            ("torch.distributed.launch", "multinode.py"),
             ("Lightning", "variants/train_loop.py"),
         ],
         "no",
