@@ -30,7 +30,7 @@ class TrainLoop:
     """Train a model on one device, or on many without another change of your script."""
 
     model: torch.nn.Module
-    train_loader: DataLoader  # of pairs (source, targets)
+    train_loader: DataLoader  # of pairs of tensors: source, targets
     val_loader: DataLoader
     test_loader: DataLoader | None  # for one evaluation at the end
     optimizer: torch.optim.Optimizer
