@@ -8,8 +8,10 @@ import contextlib
 import copy
 import csv
 import errno
+import functools
 import glob
 import io
+import itertools
 import json
 import logging
 import math
@@ -27,6 +29,7 @@ import time
 import uuid
 import zipfile
 import zlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -745,11 +748,34 @@ def find_launcher():
         if "MASTER_ADDR" not in env:
             hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
             env["MASTER_ADDR"] = subprocess.check_output(hosts, text=True).split()[0]
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
+        # Steps of one job may run at once. They must not meet at one port.
+        number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))
+        env.setdefault("MASTER_PORT", str(20000 + number % 10000))
         env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
         env["LOCAL_WORLD_SIZE"] = tasks.partition("(")[0]
     return "RANK" in env
+
+
+@functools.cache
+def launcher_store():
+    """The store of the processes that torchrun or srun has started: the same always."""
+    return next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+
+
+NUMBERS = itertools.count()
+
+
+def find_store(place=None):
+    """The store in which the processes of one process group find each other.
+
+    `place` is its address and port; without, a launcher has said where it is. That one
+    is the same for each group that a script makes. In it, each group has keys of its
+    own: a process must not look for another at an address of the group before.
+    """
+    if place:
+        return dist.TCPStore(*place)
+    return dist.PrefixStore(f"fit {next(NUMBERS)}", launcher_store())
 
 
 def find_master():
@@ -769,6 +795,20 @@ def check_loop(loop, world_size=None, nprocs=None):
     for name, known in choices.items():
         if getattr(loop, name) not in known:
             fail(f"{name} {getattr(loop, name)!r}: choose {', '.join(known)}")
+    for name in ("accumulate", "save_every", "clip"):
+        value = getattr(loop, name)
+        if value is not None and not value > 0:
+            fail(f"{name} {value!r}: a number above 0 is needed")
+    if nprocs not in (None, loop.nprocs):
+        fail(f"num_gpus is {nprocs}, and {loop.nprocs} processes were started here")
+    own = set(map(id, loop.model.parameters()))
+    given = [x for group in loop.optimizer.param_groups for x in group["params"]]
+    if any(id(x) not in own for x in given):
+        fail(
+            "the optimizer has parameters that the model does not have, of the"
+            " criterion perhaps: ranks would not share them, and no snapshot would"
+            " have them. Make them parameters of the model"
+        )
     if world_size is None and find_launcher() and os.environ["WORLD_SIZE"] != "1":
         fail(f"gpu_mode {loop.gpu_mode} is one process: start one, or choose ddp")
     if loop.gpu_mode == "ddp2" and loop.accumulate > 1:
@@ -884,8 +924,9 @@ def check_optimizer(path, saved_groups, groups, other):
         for name, value in settings.items():
             # A scheduler changes "lr" and keeps what it started from as "initial_lr".
             used = saved.get(f"initial_{name}", saved.get(name, value))
-            if used != value and os.environ.get("RANK", "0") == "0":
-                say(f"{name} is {used}, as in {path}, not {value}, as in the script")
+            first = group.get(f"initial_{name}", value)
+            if used != first and os.environ.get("RANK", "0") == "0":
+                say(f"{name} is {used}, as in {path}, not {first}, as in the script")
 
 
 def open_beside(path):

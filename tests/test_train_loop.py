@@ -19,7 +19,7 @@ from proofs import processes, slurm_cluster
 from proofs.results import load, losses, same_bits, weights
 from proofs.warm import Fork
 from tests.test_input import ARGUMENTS
-from variants.train_loop import EarlyStopping, TrainLoop
+from variants.train_loop import Callback, EarlyStopping, TrainLoop
 
 NAME = "variants/train_loop.py"
 PYTHON = ["python", "-m", "variants.train_loop"]
@@ -114,6 +114,7 @@ def test_the_trained_model_comes_back(tmp_path, mode):
     assert facts["the same model"] and facts["the same parameters"]
     assert facts["momentum"] == 4
     assert not facts["group"]
+    assert not facts["training"], "ready for use, in every mode"
     model = load(tmp_path / "model.pt")
     snapshot = load(tmp_path / "snapshot.pt")
     assert snapshot["EPOCHS_RUN"] == 4
@@ -129,6 +130,21 @@ def test_the_trained_model_comes_back(tmp_path, mode):
     assert list(facts["metrics"]) == names
     ((loss, path),) = facts["best"]
     assert loss <= facts["metrics"]["held-out loss"] and (tmp_path / path).exists()
+
+
+def test_fit_can_be_called_again_under_torchrun(tmp_path):
+    """torchrun's store still has the addresses of the process group before."""
+    folders = [tmp_path / "again", tmp_path / "once"]
+    for folder in folders:
+        folder.mkdir()
+    words = ["torchrun", "--standalone", "--nproc-per-node=3", SCRIPT]
+    done = run([*words, "again"], folders[0], OMP_NUM_THREADS=1)
+    once = [*words, "schedule", "ddp", 2]
+    once = losses(run(once, folders[1], OMP_NUM_THREADS=1))
+    assert losses(done) == [*once, once[0]]
+    assert "lr is" not in done.stdout, "it is as in the script, and the schedule's"
+    both = [load(folder / "snapshot.pt")["MODEL_STATE"] for folder in folders]
+    assert same_bits(*both)
 
 
 def test_what_travels_is_tied_and_not_shared(tmp_path):
@@ -210,6 +226,7 @@ def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
         "SLURM_STEP_NUM_TASKS": 4,
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
         "SLURM_JOB_ID": 12345,
+        "SLURM_STEP_ID": 0,
         "MASTER_ADDR": "node1",
     }
     for name, value in batch.items():
@@ -225,6 +242,11 @@ def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
     assert utils.torchrun_env() == [3, 1, 4]
     assert utils.os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert utils.os.environ["MASTER_PORT"] == "22345"
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setenv("SLURM_STEP_ID", "1")  # another srun, at the same time
+    assert utils.find_launcher()
+    assert utils.os.environ["MASTER_PORT"] == "23342"
 
 
 NO_SLURM = slurm_cluster.why_not()
@@ -305,6 +327,14 @@ def test_dropout_resumes_and_differs_from_rank_to_rank(tmp_path, mode, kind):
     if mode == "ddp":
         first, second = noted(tmp_path, "random")
         assert first != second
+
+
+def test_workers_resume_and_draw_other_numbers_on_each_rank(tmp_path):
+    """Those of a loader with a generator of its own, of which each rank has a copy."""
+    case(tmp_path, "workers")
+    first, second = noted(tmp_path, "seen")
+    assert first != second
+    assert same_bits(*(load(tmp_path / x) for x in ("whole.pt", "resumed.pt")))
 
 
 def test_the_rungs_read_its_snapshots_and_it_reads_theirs(modes, tmp_path):
@@ -440,6 +470,13 @@ REFUSED = {
         "precision '16': choose fp32, bf16, fp1",
     ),
     "ddp2 in pieces": ({"gpu_mode": "ddp2", "accumulate": 2}, "accumulate must be 1"),
+    "no pieces": ({"accumulate": -1}, "accumulate -1: a number above 0 is needed"),
+    "never saved": ({"save_every": 0}, "save_every 0: a number above 0 is needed"),
+    "gradients turned round": ({"clip": -1.0}, "clip -1.0: a number above 0 is needed"),
+    "parameters of the loss": (
+        {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+        "the optimizer has parameters that the model does not have, of the criterion",
+    ),
     "one class twice": (
         {"callbacks": [EarlyStopping(), EarlyStopping()]},
         "their state",
@@ -522,6 +559,10 @@ def test_bad_input_of_its_own(tmp_path, modes):
     assert "gpu_mode ddp cannot send this to other processes: Can't " in line
     line = refused(["python", SCRIPT, "node", "ddp", 2, 0, 1, 8, 1], tmp_path)
     assert "several machines need MASTER_ADDR and MASTER_PORT on each" in line
+    env = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+    words = [*PYTHON, 1, 1, "--gpu-mode", "ddp", "--nprocs", 4]
+    line = refused(words, tmp_path, **env, MASTER_PORT=29500)
+    assert "num_gpus is 4, and 2 processes were started here" in line
     (tmp_path / "snapshot.pt").write_text("no snapshot")
     line = refused([*PYTHON, 1, 1, "--gpu-mode", "ddp"], tmp_path)
     assert "snapshot.pt is no snapshot: choose another --snapshot-path" in line
@@ -636,6 +677,39 @@ def test_the_best_checkpoints_are_kept(tmp_path):
     run(
         ["python", ROOT / "multigpu.py", 4, 4, "--snapshot-path", "best.3.pt"], tmp_path
     )
+
+
+def test_the_best_checkpoints_survive_a_kill(tmp_path):
+    """It had removed the file of epoch 1 before it saved the next snapshot."""
+    case(tmp_path, "best", 1)
+    before = (tmp_path / "snapshot.pt").read_bytes()
+    case(tmp_path, "best", 2)
+    assert {x.name for x in tmp_path.glob("best.*")} == {"best.2.pt"}
+    (tmp_path / "snapshot.pt").write_bytes(before)
+    case(tmp_path, "best", 3)
+    assert {x.name for x in tmp_path.glob("best.*")} == {"best.3.pt"}
+    ((_, name),) = load(tmp_path / "snapshot.pt")["CALLBACK_STATES"]["BestCheckpoints"][
+        "best"
+    ]
+    assert name == "best.3.pt"
+
+
+def test_callbacks_do_not_share_their_state(tmp_path):
+    """Two of a user's, which make none themselves; and it goes to other processes."""
+    one, other = Counts(), CountsToo()
+    one.state["epochs"] = 7
+    assert other.state == Counts().state == {}
+    utils.save_loop(loop_of(callbacks=[one, other]), tmp_path / "loop.pt")
+    there = torch.load(tmp_path / "loop.pt", weights_only=False)
+    assert [x.state for x in there.callbacks] == [{"epochs": 7}, {}]
+
+
+class Counts(Callback):
+    pass
+
+
+class CountsToo(Callback):
+    pass
 
 
 # The file

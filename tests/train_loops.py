@@ -68,9 +68,18 @@ def comes_back(gpu_mode):
         "metrics": loop.metrics,
         "best": bests.state["best"],
         "group": dist.is_initialized(),
+        "training": model.training,
     }
     Path("facts.json").write_text(json.dumps(facts))
     torch.save(model.state_dict(), "model.pt")
+
+
+def again():
+    """`fit` is called twice, and then a second loop's, with the same launcher."""
+    loop = make_loop(gpu_mode="ddp", callbacks=[LearningRateSchedule(halve)])
+    loop.fit(1)
+    loop.fit(2)
+    make_loop(gpu_mode="ddp", snapshot_path="other.pt").fit(1)
 
 
 # Random numbers
@@ -95,6 +104,25 @@ def dropout(gpu_mode, precision):
             options = {"callbacks": [Draws()], "snapshot_path": path}
             options |= {"gpu_mode": gpu_mode, "precision": precision}
             make_loop(model=model, **options).fit(epochs)
+
+
+class Sees(torch.nn.Linear):
+    def forward(self, x):
+        if self.training:
+            note("seen", x.sum().item())
+        return super().forward(x)
+
+
+def workers():
+    """Nothing but the noise that a worker draws, from a loader with a generator."""
+    data = utils.NoisyDataset([(torch.zeros(20), torch.zeros(1))] * 128, 1.0)
+    options = {"num_workers": 1, "generator": torch.Generator().manual_seed(7)}
+    for path, *until in (("whole.pt", 2), ("resumed.pt", 1, 2)):
+        for epochs in until:
+            torch.manual_seed(0)
+            loop = make_loop(model=Sees(20, 1), gpu_mode="ddp", snapshot_path=path)
+            loop.train_loader = DataLoader(data, 32, shuffle=True, **options)
+            loop.fit(epochs)
 
 
 # Override
@@ -200,6 +228,10 @@ def is_lost():
 
 def bests():
     make_loop(gpu_mode="ddp", callbacks=[BestCheckpoints(2), Bad()]).fit(5)
+
+
+def best(epochs):
+    make_loop(callbacks=[BestCheckpoints()]).fit(int(epochs))
 
 
 class Bad(Callback):

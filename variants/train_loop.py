@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node=2 -m variants.train_loop 50 10 --gpu-mode
 """
 
 import contextlib
+import functools
 import gc
 import inspect
 import math
@@ -19,7 +20,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import utils
@@ -30,7 +30,7 @@ class TrainLoop:
     """Train a model on one device, or on many without another change of your script."""
 
     model: torch.nn.Module
-    train_loader: DataLoader  # of pairs (source, targets)
+    train_loader: DataLoader  # of pairs of tensors: source, targets
     val_loader: DataLoader
     test_loader: DataLoader | None  # for one evaluation at the end
     optimizer: torch.optim.Optimizer
@@ -48,7 +48,7 @@ class TrainLoop:
         """Make the process group of "ddp" and "ddp2". Override it to do it your way."""
         backend = dist.get_default_backend_for_device(self.device)
         # torchrun and srun have said where the store is. Otherwise `fit` has made one.
-        store = self.store_at and dist.TCPStore(*self.store_at)
+        store = utils.find_store(self.store_at)
         timeout = timedelta(minutes=5)
         dist.init_process_group(
             backend, store=store, rank=proc_rank, world_size=world_size, timeout=timeout
@@ -71,13 +71,13 @@ class TrainLoop:
         elif utils.find_launcher():
             rank, local_rank, world_size = utils.torchrun_env()
             self.nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            utils.check_loop(self, world_size)
+            utils.check_loop(self, world_size, num_gpus)
             self._run(rank, local_rank, world_size)
         else:
             self.nprocs = num_gpus or utils.device_count(self.device_name) or 2
             utils.check_loop(self, num_nodes * self.nprocs, self.nprocs)
             self._spawn(num_nodes, node_rank)
-        return self.model
+        return self.model.eval()  # ready for use, in every mode
 
     def _spawn(self, num_nodes, node_rank):
         """Train in new processes. Their memory is not shared: files go and come."""
@@ -133,12 +133,9 @@ class TrainLoop:
     def _share_out(self, loader, train=False):
         """The same loader, but this rank gets only its share of the samples."""
         if train:
+            shuffle, whole = isinstance(loader.sampler, RandomSampler), loader.drop_last
             sampler = DistributedSampler(
-                loader.dataset,
-                num_replicas=self.world_size,
-                rank=self.rank,
-                shuffle=isinstance(loader.sampler, RandomSampler),
-                drop_last=loader.drop_last,
+                loader.dataset, self.world_size, self.rank, shuffle, drop_last=whole
             )
             if self.gpu_mode == "ddp2":  # a machine takes what one process of it would
                 nprocs, nodes = self.nprocs, self.world_size // self.nprocs
@@ -175,7 +172,9 @@ class TrainLoop:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * self.world_size + self.rank)
+        default = torch.manual_seed(epoch * self.world_size + self.rank)
+        if self.train_data.generator:  # it seeds the loader's workers
+            self.train_data.generator.manual_seed(default.initial_seed())
         self.model.train()
         return self._mean_loss(self.train_data, self._run_batch)
 
@@ -310,7 +309,7 @@ class Callback:
     """It runs on global rank 0, unless `every_rank`. `loop.stop = True` stops all."""
 
     every_rank = False
-    state = {}  # goes into the snapshot
+    state = functools.cached_property(lambda self: {})  # goes into the snapshot
 
     def on_epoch_start(self, loop): ...
     def on_batch_end(self, loop): ...
@@ -359,6 +358,7 @@ class BestCheckpoints(Callback):
 
     def on_epoch_end(self, loop):
         best, loss = self.state["best"], loop.metrics["held-out loss"]
+        best[:] = [x for x in best if os.path.exists(x[1])]  # a kill may lose some
         if math.isfinite(loss):
             best.append([loss, self.path.format(loop.epochs_run)])
             utils.save_atomically(loop.snapshot(), best[-1][1])
@@ -385,7 +385,7 @@ def main(args):
         DataLoader(utils.MyTrainDataset(512, seed=1), args.batch_size),
         DataLoader(utils.MyTrainDataset(512, seed=2), args.batch_size),
         torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
-        F.mse_loss,
+        torch.nn.functional.mse_loss,
         args.gpu_mode,
         device_name=args.device,
         snapshot_path=args.snapshot_path,
