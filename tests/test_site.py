@@ -401,12 +401,11 @@ def test_a_phone_shows_the_ladder_as_cards(visit):
         assert one["y"] + one["height"] <= other["y"]
 
 
-def test_a_phone_shows_the_whole_table_of_pairs(visit):
+def test_on_a_phone_the_names_of_the_table_of_pairs_stay_in_sight(visit):
     tab = visit("side_by_side/index.html", viewport=PHONE)
     box = tab.locator(".table-wrapper")
-    assert box.evaluate("x => x.scrollWidth <= x.clientWidth")
-    assert box.locator("thead").bounding_box()["height"] < 160
-    tab.set_viewport_size({"width": 240, "height": 800})  # a name stays in sight
+    assert box.locator("thead").bounding_box()["height"] < 250
+    tab.set_viewport_size({"width": 240, "height": 800})
     box.evaluate("x => (x.scrollLeft = 1000)")
     assert box.evaluate("x => x.scrollLeft") > 0
     name = box.locator("tbody th").first.bounding_box()

@@ -315,6 +315,13 @@ def add_assets(app, pagename, templatename, context, doctree):
     drop_assets(pagename, context)
 
 
+def shorten_styles(app, error):
+    """Pygments says in a comment what each colour is for: a quarter of its styles."""
+    if not error:
+        path = Path(app.outdir, "_static", "pygments.css")
+        path.write_text(re.sub(r" */\*.*?\*/", "", path.read_text()))
+
+
 def make_search(app, exception):
     """The index of the search, when all pages are written."""
     if exception or app.builder.name != "html":
@@ -341,5 +348,7 @@ def setup(app):
     app.connect("doctree-read", mark_outputs)
     app.connect("html-collect-pages", make_pages)
     app.connect("html-page-context", add_assets)
+    # After the theme has written them (500).
+    app.connect("build-finished", shorten_styles, priority=900)
     app.connect("build-finished", make_search)
     return {"parallel_read_safe": True}
