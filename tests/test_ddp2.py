@@ -1,5 +1,8 @@
 """ddp2.py: a loss over the whole batch of a node, and gradients over all nodes."""
 
+import ast
+import importlib
+import inspect
 import json
 import math
 import re
@@ -37,6 +40,21 @@ def test_learns(typed):
     after = load(folder / "snapshot.pt")["MODEL_STATE"]
     assert not torch.isclose(before["linear.weight"], after["linear.weight"]).any()
     assert after["log_scale"] > before["log_scale"] + 0.5, "the temperature has fallen"
+
+
+def test_every_import_is_used():
+    """The parent needs one more, for its loss."""
+    nodes = list(ast.walk(ast.parse((ROOT / NAME).read_text())))
+    imports = [x for x in nodes if isinstance(x, (ast.Import, ast.ImportFrom))]
+    names = {y.asname or y.name.partition(".")[0] for x in imports for y in x.names}
+    assert names <= {x.id for x in nodes if isinstance(x, ast.Name)}
+
+
+def test_gather_has_static_methods():
+    """As PyTorch's documentation asks. Up to 2.13 it computes the same without."""
+    gather = importlib.import_module("variants.ddp2").Gather
+    for name in ("forward", "backward"):
+        assert isinstance(inspect.getattr_static(gather, name), staticmethod)
 
 
 # Nodes and their processes
