@@ -315,9 +315,11 @@ def test_what_machines_may_have_of_their_own(tmp_path, port):
     assert list(files(tmp_path)) == ["snapshot.pt"]
 
 
-def test_machines_know_machine_0_by_its_address(tmp_path, port):
-    """And not by localhost, which is another machine on each."""
-    script = plant(NAME, tmp_path / "copy", hooks=["note_store"])
+def test_all_processes_connect_to_the_store_of_machine_0(tmp_path, port):
+    """At its address, and not at localhost, which is another machine on each."""
+    # Processes that wait at another store raise soon, and not after five minutes.
+    soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
+    script = plant(NAME, tmp_path / "copy", soon, hooks=["note_store", "quick_stores"])
     address = ["--master-addr", "127.0.0.2"]
     ended([machine(x, port, tmp_path, *address, script=script) for x in (0, 1)])
     assert {(tmp_path / f"store.{x}").read_text() for x in (0, 1)} == {"127.0.0.2"}
