@@ -197,22 +197,22 @@ class SeededDataset(Dataset):
             return self.data[index]
 
 
-def log_row(path, epoch, metrics):
+def log_row(path, number, metrics, unit="epoch"):
     """Write the number of an epoch and its metrics as the last line of a CSV file.
 
     Lines of this epoch and of later ones go: a run that was killed may have logged more
     than it saved. The file is renamed into place, so that a kill tears no line. A file
     that is no such log is moved to `path`.old.
     """
-    row, rows = {"epoch": str(epoch), **metrics}, []
+    row, rows = {unit: str(number), **metrics}, []
     if os.path.exists(path):
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")
-            if "epoch" in (reader.fieldnames or ()):
-                rows = [x for x in reader if x["epoch"].isdecimal()]
+            if unit in (reader.fieldnames or ()):
+                rows = [x for x in reader if x[unit].isdecimal()]
             else:
                 os.replace(path, f"{path}.old")
-    rows = [x for x in rows if int(x["epoch"]) < epoch] + [row]
+    rows = [x for x in rows if int(x[unit]) < number] + [row]
     names = dict.fromkeys(name for x in [row, *rows] for name in x if name)
     with replacing(path) as file:
         text = io.TextIOWrapper(file, newline="", write_through=True)
@@ -307,8 +307,11 @@ CLIP = {
 }
 
 
-def make_parser(doc):
-    """The command line that all rungs share; `doc` is the script's docstring."""
+def make_parser(doc, by_epochs=True):
+    """The command line that all rungs share; `doc` is the script's docstring.
+
+    A script that counts steps says by_epochs=False and adds its own options.
+    """
     sys.excepthook = end_in_one_line
     # spawn would warn that it ends the other processes when one has failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -321,21 +324,23 @@ def make_parser(doc):
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = fail
-    parser.add_argument("total_epochs", type=positive_int, help="when to stop")
-    parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
+    if by_epochs:
+        parser.add_argument("total_epochs", type=positive_int, help="when to stop")
+        parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
     parser.add_argument(
         "--batch-size",
         "--batch_size",
         type=positive_int,
-        default=32,
-        help="samples that one process takes in a step (default: 32); the effective "
-        "batch is this times the number of processes",
+        default=32 if by_epochs else None,
+        help="samples that one process takes in a step (default: "
+        + ("32" if by_epochs else "the preset's")
+        + "); the effective batch is this times the number of processes",
     )
     parser.add_argument(
         "--snapshot-path",
         "--snapshot_path",
-        default="snapshot.pt",
-        help="where to save to and resume from (default: snapshot.pt)",
+        default="snapshot.pt" if by_epochs else "mingpt.pt",
+        help="where to save to and resume from (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
@@ -877,8 +882,9 @@ def check_snapshot(path, model, optimizer):
             raise TypeError(f"a {type(snapshot).__name__}")
         saved = shapes(snapshot["MODEL_STATE"])
         groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
-        if not snapshot["EPOCHS_RUN"] >= 0:
-            raise ValueError("EPOCHS_RUN is below 0")
+        done, unit = finished(snapshot)
+        if not done >= 0:
+            raise ValueError(f"{unit.upper()}_RUN is below 0")
     except OSError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -1019,11 +1025,18 @@ def check_schedule(path, snapshot, steps_per_epoch):
         )
 
 
+def finished(snapshot):
+    """How far a snapshot is: (12, "epochs"), or steps if its script counts those."""
+    if "STEPS_RUN" in snapshot:
+        return snapshot["STEPS_RUN"], "steps"
+    return snapshot["EPOCHS_RUN"], "epochs"
+
+
 def identify(path):
     """What a rank tells the others about its snapshot: a tuple that fits `compare`."""
     snapshot = read_snapshot(path, mmap=True)
     # How far it is. Within an epoch, a variant counts samples.
-    done = [snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)]
+    done = [*finished(snapshot), snapshot.get("SAMPLES_RUN", 0)]
     checksums = []
     if os.path.exists(path):
         with zipfile.ZipFile(path) as file:
@@ -1036,7 +1049,8 @@ def compare(found):
 
     `found`: of each rank, what `identify` returned.
     """
-    newest = max(range(len(found)), key=lambda rank: found[rank][0])  # the first of all
+    # The first of all. "steps" are more than the "epochs" of those that found nothing.
+    newest = max(range(len(found)), key=lambda rank: found[rank][0])
     done, checksums, host, path = found[newest]
     others = {
         f"{x[2]}:{x[3]} has {x[0][0] if x[1] else 'none'}"
@@ -1047,7 +1061,7 @@ def compare(found):
         return newest, ""
     return newest, (
         f"ranks found different snapshots: all take rank {newest}'s, {host}:{path},"
-        f" with {done[0]} epochs ({', '.join(sorted(others))})"
+        f" with {done[0]} {done[1]} ({', '.join(sorted(others))})"
     )
 
 
