@@ -61,8 +61,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, C = x.shape
-        heads = (y.view(B, T, self.n_head, -1) for y in self.c_attn(x).split(C, dim=2))
-        q, k, v = (y.transpose(1, 2) for y in heads)  # (B, heads, T, head size) each
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
         if cache is not None:
             k, v = cache.extend(k, v)
         # A single token is the last one: it may look at every key. is_causal would
