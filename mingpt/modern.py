@@ -1,0 +1,287 @@
+"""GPT-2, with the names that readers of nanoGPT know.
+
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019),
+and Vaswani et al., "Attention Is All You Need" (2017). In the shapes below, B is the
+batch, T the tokens of a sequence, C the width (n_embd) and V the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class GPTConfig:
+    """The size of a model. The defaults are those of the smallest GPT-2."""
+
+    block_size: int = 1024  # the most tokens that the model sees at once
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    checkpoint: bool = False  # compute activations again in backward: saves memory
+
+
+PRESETS = {
+    "nano": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
+    "mini": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "block_size": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280, "block_size": 1024},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600, "block_size": 1024},
+}
+
+
+class KVCache:
+    """The keys and values of one layer, for the tokens that it has already seen."""
+
+    def __init__(self):
+        self.length = 0
+        self.k = self.v = None
+
+    def extend(self, k, v):
+        """Append k and v, (B, heads, T, head size) each. Return all of them."""
+        if self.length:
+            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.length, self.k, self.v = k.size(2), k, v
+        return k, v
+
+
+def turns(start, end, size, device):
+    """By how much RoPE turns each pair of a head's channels at each position.
+
+    Pair i of size / 2 turns by 10000 ** (-2 i / size) radians more at each position.
+    Returns (cos, sin) of the angles at positions start to end - 1, each
+    (end - start, size / 2), in float32. Source: Su et al., "RoFormer" (2021), 3.2.2.
+    """
+    position = torch.arange(start, end, device=device, dtype=torch.float32)
+    speed = 10000 ** (-torch.arange(0, size, 2, device=device) / size)
+    angles = torch.outer(position, speed)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, turn):
+    """Turn x, (B, heads, T, head size): channel i and i + head size / 2 are a pair."""
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.dropout = config.dropout
+
+    def forward(self, x, turn, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
+        q, k = (F.rms_norm(y, y.shape[-1:]) for y in (q, k))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
+        q, k = rotate(q, turn), rotate(k, turn)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        # A single token is the last one: it may look at every key. is_causal would
+        # show it the first key only.
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout * self.training, is_causal=T > 1
+        )
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(y, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.dropout = config.dropout
+
+    def forward(self, x):
+        x = F.relu(self.c_fc(x)).square()
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.RMSNorm(config.n_embd, elementwise_affine=False)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.RMSNorm(config.n_embd, elementwise_affine=False)
+        self.mlp = MLP(config)
+
+    def forward(self, x, turn, cache=None):
+        x = x + self.attn(self.ln_1(x), turn, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A GPT-2 with random weights. `config` is a GPTConfig."""
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"{config.n_embd} wide: no {config.n_head} equal heads")
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                "ln_f": nn.RMSNorm(config.n_embd, elementwise_affine=False),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # one matrix for both
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # its output is added to the residual
+                nn.init.zeros_(p)
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, idx, targets=None):
+        """Predict each next token.
+
+        idx: token numbers, (B, T), T at most block_size. targets: the tokens that
+        follow, (B, T); -1 stands for a token that does not count.
+        Returns (logits, loss): (B, T, V), and the mean cross-entropy in nats per
+        token that counts, in float32 also where the logits have 16 bits. Without
+        targets, loss is None.
+        """
+        logits = self.lm_head(self.hidden(idx))
+        if targets is None:
+            return logits, None
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits, F.cross_entropy(
+            scores.flatten(0, 1), targets.flatten(), ignore_index=-1
+        )
+
+    def hidden(self, idx, caches=None):
+        """What the head reads: (B, T, C). caches: a KVCache for each layer."""
+        start = caches[0].length if caches else 0
+        end = start + idx.size(1)
+        if end > self.config.block_size:
+            raise ValueError(f"{end} tokens: block_size is {self.config.block_size}")
+        x = self.transformer.wte(idx)
+        turn = turns(start, end, self.config.n_embd // self.config.n_head, x.device)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(self.transformer.h):
+            cache = caches[i] if caches else None
+            if self.config.checkpoint:
+                x = checkpoint(block, x, turn, cache, use_reentrant=False)
+            else:
+                x = block(x, turn, cache)
+        return self.transformer.ln_f(x)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx,
+        max_new_tokens,
+        temperature=1.0,
+        top_k=None,
+        generator=None,
+        use_cache=True,
+    ):
+        """Append max_new_tokens tokens to each row of idx, (B, T), and return all.
+
+        A temperature of 0 takes the most likely token. top_k: choose among the k most
+        likely ones only. generator: the torch.Generator to draw from. Past block_size
+        the model sees the last block_size tokens. Dropout is off.
+        """
+        training = self.training
+        self.eval()
+        block_size = self.config.block_size
+        caches = [KVCache() for _ in self.transformer.h] if use_cache else None
+        for _ in range(max_new_tokens):
+            if caches and idx.size(1) <= block_size:
+                x = self.hidden(idx[:, caches[0].length :], caches)
+            else:  # every token moves to another position: cached keys are of no use
+                x = self.hidden(idx[:, -block_size:])
+            logits = self.lm_head(x[:, -1]).float()
+            idx = torch.cat((idx, sample(logits, temperature, top_k, generator)), dim=1)
+        self.train(training)
+        return idx
+
+    def flops_per_token(self):
+        """Floating-point operations of forward and backward, per token of a full block.
+
+        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where N is the
+        number of weights in the matrices that a token is multiplied by.
+        """
+        linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
+        weights = sum(m.weight.numel() for m in linears)
+        c = self.config
+        return 6 * weights + 12 * c.n_layer * c.block_size * c.n_embd
+
+
+def sample(logits, temperature, top_k, generator):
+    """Draw one token from each row of logits, (B, V). Returns (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        best = logits.topk(min(top_k, logits.size(-1))).values
+        logits = logits.masked_fill(logits < best[:, -1:], -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+
+
+class MuonAdamW:
+    """Muon for some parameters and AdamW for the others, behind one optimizer.
+
+    A GradScaler sees the gradients of both, and so skips the step of both or of none.
+    """
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self):
+        return [group for x in self.optimizers for group in x.param_groups]
+
+    def step(self):
+        for x in self.optimizers:
+            x.step()
+
+    def zero_grad(self):
+        for x in self.optimizers:
+            x.zero_grad()
+
+    def state_dict(self):
+        return [x.state_dict() for x in self.optimizers]
+
+    def load_state_dict(self, states):
+        for x, state in zip(self.optimizers, states, strict=True):
+            x.load_state_dict(state)
+
+
+def make_optimizer(model, lr, weight_decay):
+    """Muon for the matrices of the blocks, AdamW for the rest."""
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    in_muon = set(matrices)
+    rest = [p for p in model.parameters() if p not in in_muon]
+    groups = [
+        {
+            "params": [p for p in rest if p.dim() >= 2],
+            "weight_decay": weight_decay,
+        },
+        {
+            "params": [p for p in rest if p.dim() < 2],
+            "weight_decay": 0.0,
+        },
+    ]
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    muon = torch.optim.Muon(
+        matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    optimizer = MuonAdamW(muon, adamw)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = lr
+    return optimizer
