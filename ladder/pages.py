@@ -44,7 +44,7 @@ SHOW = r"(?: \(show(?P<show>(?: `[^`]+`)+)\))?"
 WHOLE = rf"diff{SHOW}(?: -U(?P<context>\d+))? (?P<old>\S+) (?P<new>[^\s:]+)"
 RUN = (
     rf"run(?: \(exit status (?P<status>\d+)\))?{SHOW}"
-    r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
+    r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+(?: in (?P<script>\S+))?:)?"
     r" (?P<command>(?!with |\(show |\(exit ).*\S)"
 )
 TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
@@ -70,7 +70,7 @@ class Block:
     hunks: list = field(default_factory=list)
     status: int = 0
     show: list = field(default_factory=list)  # regular expressions; all, if empty
-    faults: list = field(default_factory=list)  # (old, new) in the command's script
+    faults: list = field(default_factory=list)  # (old, new) to replace in `script`
     script: str = ""
 
     def wrong(self, message):
@@ -194,7 +194,9 @@ def read_marker(page, number, line):
         block.text = found["command"]
         block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found["faults"] or "")
         read_patterns(block, found["show"])
-        check_faults(page, block)
+        if block.faults:
+            block.script = found["script"] or script_of(block.text)
+            check_faults(page, block)
     elif found := re.fullmatch(WHOLE, block.text) or re.fullmatch(DIFF, block.text):
         found = found.groupdict()
         block.kind, block.old, block.new = "diff", found["old"], found["new"]
@@ -219,15 +221,18 @@ def read_patterns(block, text):
             ) from None
 
 
+def script_of(command):
+    """The path of the script that a command runs, or ""."""
+    if module := re.search(r"-m ((?:variants|mingpt)\.\w+)", command):
+        return f"{module[1].replace('.', '/')}.py"
+    script = re.search(r"\S+\.py", command)
+    return script[0] if script else ""
+
+
 def check_faults(page, block):
-    """The script of the command has each text that is to be replaced just once."""
-    if not block.faults:
-        return
-    module = re.search(r"-m (variants\.\w+)", block.text)
-    script = re.search(r"\S+\.py", block.text)
-    if not module and not script:
+    """The block's script has each text that is to be replaced just once."""
+    if not block.script:
         raise block.wrong("the command names no script to put the fault into")
-    block.script = f"{module[1].replace('.', '/')}.py" if module else script[0]
     text = page.files.get(block.script) or "\n".join(read_lines(block.script))
     for old, _ in block.faults:
         if text.count(old) != 1:

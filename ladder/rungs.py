@@ -3,6 +3,12 @@
 `RUNGS` is {name: parent's name, or None}; `EDGES` is [(parent, child)]. A name is a
 path from the root of the repository, such as `variants/preemptible.py`.
 
+`SEQUELS` is {name: parent's name}: files of mingpt/ that go on from a rung, or from
+another file of mingpt/. The chapters explain each change of their diffs, as they do for
+rungs. But a sequel has a command line, a task and tests of its own, and many ideas
+instead of one. So the tests of all rungs leave it out, and its diff has a budget of its
+own. `PARENTS` and `ALL_EDGES` hold rungs and sequels.
+
 `FRAMEWORKS` is {name: names of rungs}: scripts that put the lines of several rungs into
 one, and switch between them. A framework is no rung: its docstring has the line
 `Made of: single_gpu.py, multigpu.py` and names no parent.
@@ -56,15 +62,21 @@ def commands(name):
     return [shlex.split(line) for line in lines if line.startswith(starts)]
 
 
-def find_rungs():
-    """{name: parent name or None} of every script that names its parent."""
-    rungs = {}
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
+def find_children(*patterns):
+    """{name: parent name or None} of every script there that names its parent."""
+    children = {}
+    for path in sorted(x for pattern in patterns for x in ROOT.glob(pattern)):
         parent = re.search(r"Parent: (\S+)", docstring(path))
         if parent:
             name = str(path.relative_to(ROOT))
-            rungs[name] = None if parent[1] == "none" else parent[1]
-    return rungs
+            children[name] = None if parent[1] == "none" else parent[1]
+    return children
+
+
+def find_sequels():
+    """{name: parent's name}, those of rungs first."""
+    found = [x for x in find_children("mingpt/**/*.py").items() if x[1]]
+    return dict(sorted(found, key=lambda pair: pair[1] not in RUNGS))
 
 
 def find_frameworks():
@@ -77,15 +89,19 @@ def find_frameworks():
     return frameworks
 
 
-RUNGS = find_rungs()
+RUNGS = find_children("*.py", "variants/**/*.py")
+SEQUELS = find_sequels()
+PARENTS = RUNGS | SEQUELS
 FRAMEWORKS = find_frameworks()
 EDGES = [(parent, child) for child, parent in RUNGS.items() if parent]
+ALL_EDGES = [(parent, child) for child, parent in PARENTS.items() if parent]
 
 
 def check_rungs():
     """Raise InputError unless all scripts are on one tree: one has no parent.
 
-    A framework is on no tree, but made of scripts that are.
+    A framework is on no tree, but made of scripts that are. A sequel may come from a
+    file of its folder.
     """
     for name, rungs in FRAMEWORKS.items():
         if name in RUNGS:
@@ -99,15 +115,18 @@ def check_rungs():
             raise InputError(
                 f"{name}:1: the docstring names no parent (Parent: multinode.py)"
             )
-    for name, parent in RUNGS.items():
+    files = {str(x.relative_to(ROOT)) for x in ROOT.glob("mingpt/**/*.py")}
+    for name, parent in PARENTS.items():
+        known = RUNGS if name in RUNGS else {*RUNGS, *files}
+        kind = "rung" if name in RUNGS else "rung, and no file of mingpt/"
         above = []
         while parent:
-            if parent not in RUNGS:
-                raise InputError(f"{name}:1: its parent {parent} is no rung")
+            if parent not in known:
+                raise InputError(f"{name}:1: its parent {parent} is no {kind}")
             if parent in above:
                 raise InputError(f"{name}:1: its parents go round in a circle")
             above.append(parent)
-            parent = RUNGS[parent]
+            parent = PARENTS.get(parent)
     if list(RUNGS.values()).count(None) != 1:
         raise InputError(
             "single_gpu.py:1: one rung has no parent (Parent: none), not more"
@@ -115,10 +134,10 @@ def check_rungs():
 
 
 def ancestry(name):
-    """Where a rung stands in the tree: its ancestors' names, then its own."""
+    """Where a script stands in the tree: its ancestors' names, then its own."""
     path = []
     while name:
-        path, name = [name, *path], RUNGS[name]
+        path, name = [name, *path], PARENTS.get(name)
     return path
 
 
@@ -127,12 +146,32 @@ def trunk():
     return sorted((name for name in RUNGS if "/" not in name), key=ancestry)
 
 
+def steps():
+    """The whole ladder: the trunk, and the sequel that goes on from a rung."""
+    return [*trunk(), *(name for name, parent in SEQUELS.items() if parent in RUNGS)]
+
+
+def step_of(name):
+    """The number of the step that a script stands on, from 0.
+
+    A sequel whose parent is a file of its folder stands on the last one.
+    """
+    numbers = [i for i, step in enumerate(steps()) if step in ancestry(name)]
+    return numbers[-1] if numbers else len(steps()) - 1
+
+
 def variants():
     """The other rungs, those of the first script of the trunk first."""
-    order = trunk()
+    others = (name for name in RUNGS if "/" in name)
+    return sorted(others, key=lambda name: (step_of(name), ancestry(name)))
 
-    def place(name):
-        below = [x for x in ancestry(name) if x in order]
-        return order.index(below[-1]), ancestry(name)
 
-    return sorted((name for name in RUNGS if name not in order), key=place)
+def leaves():
+    """All that is no step of the ladder."""
+    return [*variants(), *(name for name in SEQUELS if name not in steps())]
+
+
+def own_tests(name):
+    """The file of the tests that are about this script alone."""
+    prefix = "gpt_" if name in SEQUELS else ""
+    return f"tests/test_{prefix}{Path(name).stem}.py"

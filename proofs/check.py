@@ -1,11 +1,12 @@
-"""Check one rung: its text, its tests, its chapter, and every line that it adds.
+"""Check one script: its text, its tests, its chapter, and every line that it adds.
 
     python -m proofs.check NAME            everything, in some two minutes
     python -m proofs.check --text NAME     what only reads files, in seconds
 
-NAME is the rung's path, such as `variants/preemptible.py`. Each check is a command that
-you can type as well. The table at the end says how long each took and which failed.
-Exit status 1: one of them failed.
+NAME is the path of a rung, such as `variants/preemptible.py`, or of a sequel, such as
+`mingpt/train.py`. The lines of a sequel are too many to check here: the table says what
+to type instead. Each check is a command that you can type as well. The table at the end
+says how long each took and which failed. Exit status 1: one of them failed.
 """
 
 import argparse
@@ -17,29 +18,29 @@ import time
 from pathlib import Path
 
 from ladder.pages import explanations
-from ladder.rungs import FRAMEWORKS, ROOT, RUNGS, InputError
+from ladder.rungs import FRAMEWORKS, PARENTS, ROOT, SEQUELS, InputError, own_tests
 
 TEXT_TESTS = ["tests/test_diff.py", "tests/test_docs.py"]
 
 
 def checks(name, text_only):
-    """[(what it checks, command as words)] for one rung, the quickest first."""
-    stem, parent = Path(name).stem, RUNGS.get(name)
-    files = [name]
-    own_tests = f"tests/test_{stem}.py"
-    if (ROOT / own_tests).exists():
-        files.append(own_tests)
+    """[(what it checks, command as words)] for one script, the quickest first."""
+    parent, is_sequel = PARENTS.get(name), name in SEQUELS
+    # `-k` finds the tests that have the script among their parameters. A rung's stem
+    # finds its own file, too; but `train` would find half of all tests.
+    about = name if is_sequel else Path(name).stem
+    files = [x for x in (name, own_tests(name)) if (ROOT / x).exists()]
     python, pytest = [sys.executable], [sys.executable, "-m", "pytest", "-q"]
     found = [
         ("lint", ["ruff", "check", *files]),
         ("format", ["ruff", "format", "--check", *files]),
-        ("diff and pages", [*pytest, *TEXT_TESTS, "-k", stem]),
+        ("diff and pages", [*pytest, *TEXT_TESTS, "-k", about]),
         ("chapter", [*python, "-m", "website.build", "--check", "--diffs"]),
     ]
     if text_only:
         return found
-    # `-k` finds the tests that have the rung among their parameters, and its own file.
-    found.append(("tests", [*pytest, "-k", stem, "-m", "not text"]))
+    some = [own_tests(name), "--all"] if is_sequel else ["-k", about, "-m", "not text"]
+    found.append(("tests", [*pytest, *some]))
     for chapter in chapters(name):
         command = [*python, "-m", "website.build", "--check", "--only", chapter]
         found.append((f"commands of docs/{chapter}.md", command))
@@ -49,13 +50,13 @@ def checks(name, text_only):
 
 
 def chapters(name):
-    """The pages in docs/ that explain the rung's diff to its parent.
+    """The pages in docs/ that explain the script's diff to its parent.
 
     A framework has no diff, but a page of its name.
     """
     if name in FRAMEWORKS:
         return [Path(name).stem]
-    places = explanations().get((RUNGS[name], name), {}).values()
+    places = explanations().get((PARENTS[name], name), {}).values()
     return sorted({page for page, *_ in places})
 
 
@@ -70,6 +71,9 @@ def main(name, text_only):
                 table.append((what, "not checked: pip install ruff", 0))
                 continue
             command = [sys.executable, "-m", *command]
+        if what == "lines" and name in SEQUELS:
+            table.append((what, f"not checked: python {' '.join(command[1:])}", 0))
+            continue
         status = subprocess.run(command, cwd=ROOT, stderr=subprocess.STDOUT).returncode
         verdict = "ok" if status == 0 else f"FAILED, exit status {status}"
         table.append((what, verdict, time.monotonic() - began))
@@ -85,17 +89,17 @@ if __name__ == "__main__":
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", help=f"one of {', '.join(RUNGS)}")
+    parser.add_argument("name", help=f"one of {', '.join(PARENTS)}")
     parser.add_argument("--text", action="store_true", help="only read files")
     args = parser.parse_args()
     # A path from another folder, or a module's name, is understood as well.
     name = os.path.relpath(args.name, ROOT) if os.path.exists(args.name) else args.name
     if not (ROOT / name).is_file():
         parser.error(f"there is no file {name}")
-    if name not in {*RUNGS, *FRAMEWORKS}:
+    if name not in {*PARENTS, *FRAMEWORKS}:
         parser.error(
             f"{args.name} is no rung: its docstring must say `Parent: multigpu.py`, or"
-            f" what else its parent is. The rungs are {', '.join(RUNGS)}"
+            f" what else its parent is. The rungs are {', '.join(PARENTS)}"
         )
     try:
         sys.exit(main(name, args.text))

@@ -7,6 +7,11 @@ out again, one at a time (proofs/mutations.py), runs the tests on what is left, 
 prints which of them fails. With `utils.py`, all of it counts as added, and the tests of
 all rungs count, but arguments are left in. Without names it does all rungs.
 
+The sequels (ladder/rungs.py) run only by name, and CI leaves them out: they add many
+times the lines of a rung, and each line costs a test that trains a GPT. If you change
+one, type `python -m proofs.lines multinode.py mingpt/train.py`, with `--only` for a few
+lines. There, no other tests run than those that the chapter names.
+
 The tests that the line's explanation names run first, the quickest of them before the
 others, and one of them must fail: else the chapter is wrong. If none of them fails, the
 other tests of rungs run too. Tests marked `text` do not count, because they compare
@@ -40,14 +45,14 @@ import pytest
 from ladder.diffs import hunks
 from ladder.files import copy_tree
 from ladder.pages import named_tests
-from ladder.rungs import EDGES, ROOT, RUNGS
+from ladder.rungs import ALL_EDGES, EDGES, ROOT, RUNGS, SEQUELS
 from proofs import processes, warm
 from proofs.mutations import Mutant, mutants
 
 UTILS = "", "utils.py"  # has no parent: all of it is added
 QUICK = ["tests/test_input.py", "tests/test_probe.py", "tests/test_snapshot.py"]
 OURS = {"ladder", "proofs", "benchmarks", "website", "tests", "utils", "hooks"}
-OURS |= {"variants"}  # what a fork imports again, from its copy
+OURS |= {"variants", "mingpt"}  # what a fork imports again, from its copy
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
 PYTEST = "pytest itself"  # fails where it cannot run the tests: this shows nothing
@@ -262,7 +267,8 @@ class Proof:
         if edge == UTILS:  # statement by statement: its arguments would take an hour
             self.mutants = [x for x in self.mutants if x.kind != "argument"]
         self.chosen = [mutant for mutant in self.mutants if only in mutant.what]
-        self.files = [f"tests/{name}.py" for name in names or []] or rung_tests()
+        edges = [edge] if self.child in SEQUELS else EDGES
+        self.files = [f"tests/{name}.py" for name in names or []] or named_files(edges)
         self.named = self.named_by_line()
         self.took_s = {}  # {test's id: seconds} in the control
         self.justified = set()  # what survives, as survivors.txt says
@@ -401,10 +407,10 @@ def is_of(test, named):
     return test == named or test.startswith((f"{named}::", f"{named}["))
 
 
-def rung_tests():
-    """The files of the rungs' tests: those that the explanations of diffs name."""
+def named_files(edges):
+    """The files of tests that the explanations of these diffs name."""
     named = [
-        x for edge in EDGES for tests in named_tests(*edge).values() for x in tests
+        x for edge in edges for tests in named_tests(*edge).values() for x in tests
     ]
     files = sorted({test.partition("::")[0] for test in named})
     return sorted(files, key=lambda file: file not in QUICK)
@@ -452,8 +458,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.names == ["utils.py"]:
         edges = [UTILS]
-    elif args.names and tuple(args.names) not in EDGES:
-        parser.error(f"the edges are {', '.join(map(' '.join, EDGES))}, or utils.py")
+    elif args.names and tuple(args.names) not in ALL_EDGES:
+        known = ", ".join(map(" ".join, ALL_EDGES))
+        parser.error(f"the edges are {known}, or utils.py")
     else:
         edges = [tuple(args.names)] if args.names else EDGES
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

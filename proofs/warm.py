@@ -37,7 +37,7 @@ FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
 # Modules that a copy of the repository has as well: each program imports its own.
-OF_A_COPY = ("utils", "hooks", "variants", "ladder", "proofs", "website")
+OF_A_COPY = ("utils", "hooks", "variants", "mingpt", "ladder", "proofs", "website")
 
 
 def become(words):

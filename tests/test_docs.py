@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, replace_once
 from ladder.pages import GROUPS, TEST, Block, Page, linked_tests, page_names, parse
-from ladder.rungs import EDGES, ROOT, RUNGS, commands, docstring
+from ladder.rungs import ALL_EDGES, PARENTS, ROOT, commands, docstring, own_tests
 from proofs.processes import run
 from proofs.warm import Fork
 from website.commands import Command, same
@@ -36,7 +35,7 @@ def test_the_readme_gives_two_commands():
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", PARENTS)
 def test_the_readme_lists_every_rung_with_its_command(name):
     assert f"[{name}]({name})" in text_of("README.md")
     listed = [command for _, command, _ in parse("README.md").commands]
@@ -46,9 +45,21 @@ def test_the_readme_lists_every_rung_with_its_command(name):
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("name", [x for x in RUNGS if "/" in x])
+@pytest.mark.parametrize(
+    "name", [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("mingpt/**/*.py"))]
+)
+def test_a_page_has_each_command_of_mingpt(name):
+    """So that website.build runs it, or parses its flags if it is not run."""
+    listed = [text for page in PAGES for _, text, _ in parse(page).commands]
+    listed += [x.text for page in PAGES for x in parse(page).blocks if x.kind == "run"]
+    for words in commands(name):
+        assert " ".join(words) in listed, f"no page has the command {' '.join(words)}"
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
 def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
-    tests = f"tests/test_{Path(name).stem}.py"
+    tests = own_tests(name)
     assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
     page = "docs/what_is_proven.md"
     named = {test.partition("::")[0] for test in linked_tests(text_of(page))}
@@ -56,7 +67,7 @@ def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
 
 
 @pytest.mark.text
-@pytest.mark.parametrize(("parent", "child"), EDGES)
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_the_readme_counts_changed_lines_right(parent, child):
     count = f"| {len(changed_lines(parent, child))}, compared with {parent} |"
     (row,) = [x for x in text_of("README.md").splitlines() if f"| [{child}](" in x]
@@ -204,10 +215,11 @@ def test_it_finds(copy, fault):
 
 
 @pytest.mark.text
-def test_a_rung_without_a_chapter_is_found(copy):
+@pytest.mark.parametrize("name", ["variants/new.py", "mingpt/new.py"])
+def test_a_rung_without_a_chapter_is_found(copy, name):
     """As is one with a chapter that leaves a line out; see above."""
-    name, parent = "variants/new.py", "multinode.py"
-    (copy / "variants").mkdir(exist_ok=True)
+    parent = "multinode.py"
+    (copy / name).parent.mkdir(exist_ok=True)
     shutil.copy(copy / parent, copy / name)
     plant(copy, name, docstring(ROOT / parent), f"New. Parent: {parent}\n")
     status, said = build(copy, "--check", "--diffs")
@@ -306,6 +318,10 @@ def test_bad_input(copy, fault):
         ("variants/x.py", b'"""X. Parent: nosuch.py"""\n'),
         ("variants/x.py", b'"""X. Parent: variants/x.py"""\n'),
         ("variants/x.py", b'"""X. Parent: none"""\n'),
+        ("variants/x.py", b'"""X. Parent: mingpt/x.py"""\n'),
+        ("mingpt/x.py", b'"""X. Parent: nosuch.py"""\n'),
+        ("mingpt/x.py", b'"""X. Parent: mingpt/x.py"""\n'),
+        ("mingpt/x.py", b'"""X. Parent: utils.py"""\n'),
         ("variants/x.py", b'"""X.\n\nMade of: multigpu.py,\nutils.py\n"""\n'),
         ("variants/x.py", b'"""X. Parent: multigpu.py\n\nMade of: utils.py\n"""'),
         ("variants/x.py", b'"""X.\n\nParent: multinode.py\n"""\n\xff'),
@@ -422,6 +438,13 @@ OUTPUT = {  # what a page holds, and what is said of it
         "num_workers=0\n```\n<!-- end -->\n",
         (0, ""),
     ),
+    "a fault in another file": (
+        "<!-- run with `lr=0.001` as `lr=0.0` in multigpu.py: cat multigpu.py utils.py"
+        " | grep -o lr=0.0, -->\nWith multigpu.py changed: `lr=0.0` instead of "
+        "`lr=0.001`.\n\n```console\n$ cat multigpu.py utils.py | grep -o lr=0.0,\n"
+        "lr=0.0,\n```\n<!-- end -->\n",
+        (0, ""),
+    ),
     "its file": (
         "<!-- file x.txt -->\n```text\n7.5\n```\n<!-- run cat x.txt -->\n"
         "```console\n$ cat x.txt\n7.5\n```\n<!-- end -->\n",
@@ -440,6 +463,11 @@ OUTPUT = {  # what a page holds, and what is said of it
     ),
     "no such flag of the script": (
         "<!-- not run here: why -->\n```sh\ntorchrun multinode.py 5 1 --nosuch\n```\n",
+        (1, "unrecognized arguments: --nosuch"),
+    ),
+    "no such flag of the module": (
+        "<!-- not run here: why -->\n```sh\ntorchrun --nproc-per-node=8 "
+        "-m variants.preemptible 5 1 --nosuch\n```\n",
         (1, "unrecognized arguments: --nosuch"),
     ),
     "no way to parse": (
@@ -464,6 +492,58 @@ def test_output_and_commands(copy, case, monkeypatch):
     status, said = build(copy, *options)
     assert files(copy) == before
     assert (status, words in said) == (expected, True), said
+
+
+PRINTS = """import argparse
+import sys
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--size", type=int, default=1)
+args = parser.parse_args()
+print("right", args.size, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.text
+def test_a_module_of_mingpt_runs_in_a_fork_with_a_fault(copy):
+    """It is there as a fork that has imported torch, which the module has not."""
+    (copy / "mingpt").mkdir(exist_ok=True)
+    (copy / "mingpt/prints.py").write_text(PRINTS)
+    command = "python -m mingpt.prints --size 2"
+    marker = f"<!-- run with `right` as `wrong`: {command} -->"
+    (copy / "docs/page.md").write_text(f"# Page\n\n{marker}\n<!-- end -->\n")
+    assert build(copy, "--only", "page") == (0, "")
+    assert (copy / "docs/page.md").read_text().splitlines()[3:-1] == [
+        "With mingpt/prints.py changed: `wrong` instead of `right`.",
+        "",
+        "```console",
+        f"$ {command}",
+        "wrong 2 True",
+        "```",
+    ]
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--size 2", ""),
+        ("--size x", "invalid int value"),
+        ("--shape 1", "unrecognized"),
+    ],
+)
+@pytest.mark.parametrize("program", ["python", "torchrun --nproc-per-node=8"])
+def test_a_command_of_mingpt_that_is_not_run_has_its_flags_parsed(
+    copy, program, option, words
+):
+    (copy / "mingpt").mkdir(exist_ok=True)
+    (copy / "mingpt/prints.py").write_text(PRINTS)
+    fence = f"```sh\n{program} -m mingpt.prints {option}\n```"
+    (copy / "docs/page.md").write_text(
+        f"# Page\n\n<!-- not run here: why -->\n{fence}\n"
+    )
+    status, said = build(copy, "--only", "page")
+    assert (status, words in said) == (int(bool(words)), True), said
 
 
 def test_what_hangs_is_run_once_more_and_said(copy, tmp_path, monkeypatch):
@@ -590,7 +670,7 @@ def test_what_varies_is_masked_and_nothing_else():
     assert not same(["a", "[...]", "b"], ["a", "b"])
 
 
-@pytest.mark.parametrize(("parent", "child"), EDGES)
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_hunks_make_the_child_of_the_parent(parent, child):
     """Put into the parent's text, they give the child's: so no changed line is lost."""
     old = (ROOT / parent).read_text().splitlines()

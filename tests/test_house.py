@@ -7,7 +7,7 @@ import pytest
 from ladder.rungs import ROOT
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
-READ = ["*.py", "variants/**/*.py", "tools/**/*.py", "docs/**/*.py"]
+READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "tools/**/*.py", "docs/**/*.py"]
 ROOMS = ["ladder", "proofs", "benchmarks", "website", "tests"]  # each from those before
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree, edit
-from ladder.rungs import EDGES, ROOT
-from proofs.lines import about, is_of, rung_tests
+from ladder.rungs import ALL_EDGES, EDGES, ROOT
+from proofs.lines import about, is_of, named_files
 from proofs.mutations import meaning, mutants
 from proofs.warm import Fork
 
@@ -174,7 +174,7 @@ def of_edge(parent, child):
     return mutants(*[(ROOT / name).read_text() for name in (parent, child)])
 
 
-@pytest.mark.parametrize(("parent", "child"), EDGES)
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_no_mutant_equals_the_child_or_another(parent, child):
     meanings = [meaning(x.text) for x in of_edge(parent, child)]
     assert None not in meanings, "one does not compile"
@@ -182,13 +182,13 @@ def test_no_mutant_equals_the_child_or_another(parent, child):
     assert len({*meanings}) == len(meanings)
 
 
-@pytest.mark.parametrize(("parent", "child"), EDGES)
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_every_line_that_is_only_taken_away_is_put_back(parent, child):
     back = [x for x in of_edge(parent, child) if x.kind == "put back"]
     assert len(back) == len([x for x in hunks(parent, child) if not x.added])
 
 
-@pytest.mark.parametrize(("parent", "child"), EDGES)
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_every_added_line_is_taken_out_once(parent, child):
     """No line of the diff is left out of the proof."""
     lines = (ROOT / child).read_text().splitlines()
@@ -310,6 +310,6 @@ def test_a_chapter_names_a_file_or_a_function():
 
 
 def test_the_tests_of_rungs_are_those_that_chapters_name():
-    files = rung_tests()
+    files = named_files(EDGES)
     assert {"tests/test_probe.py", "tests/test_training.py"} <= {*files}
     assert "tests/test_docs.py" not in files

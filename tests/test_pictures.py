@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ladder.diffs import changed_lines
-from ladder.rungs import EDGES, RUNGS, summary, trunk
+from ladder.rungs import ALL_EDGES, PARENTS, RUNGS, steps, summary, trunk
 from tests.contrast import contrast_ratio
 from website import pictures
 
@@ -191,32 +191,34 @@ def texts(svg):
 def test_the_ladder_shows_every_rung_and_the_size_of_its_diff():
     shown = texts(pictures.ladder())
     words = " ".join(shown).split()
-    for name in RUNGS:
+    for name in PARENTS:
         assert name.removeprefix("variants/") in shown
         assert set(summary(name).split()) <= set(words)
-    for parent, child in EDGES:
+    for parent, child in ALL_EDGES:
         size = len(changed_lines(parent, child))
         leaf = f"{size} changed lines from {parent.removeprefix('variants/')}"
-        assert (str(size) if child in trunk() else leaf) in shown
+        assert (str(size) if child in steps() else leaf) in shown
 
 
-def ladder_of(count):
-    """The ladder with `count` variants, whose names and texts are long."""
-    steps = [(name, "Train on something", RUNGS[name], 48) for name in trunk()]
-    leaves = [(name, what, trunk()[i % 3], i) for name, what, i in LEAVES[:count]]
-    on = {name: trunk().index(parent) for name, _, parent, _ in leaves}
+def ladder_of(count, height=3):
+    """A ladder of 3 or 4 steps and `count` variants, whose names and texts are long."""
+    names = [*trunk(), "mingpt/train.py"][:height]
+    steps = [(name, "Train on something", RUNGS.get(name), 48) for name in names]
+    leaves = [(name, what, names[i % height], i) for name, what, i in LEAVES[:count]]
+    on = {name: names.index(parent) for name, _, parent, _ in leaves}
     return pictures.draw_ladder(steps, leaves, on)
 
 
+@pytest.mark.parametrize("height", [3, 4])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
-def test_the_boxes_of_the_ladder_do_not_overlap(count):
-    root = ET.fromstring(ladder_of(count))
+def test_the_boxes_of_the_ladder_do_not_overlap(count, height):
+    root = ET.fromstring(ladder_of(count, height))
     boxes = [
         tuple(float(x.get(key)) for key in ("x", "y", "width", "height"))
         for x in root.iter(f"{SVG}rect")
     ]
     card, *boxes = boxes
-    assert len(boxes) == 3 + count
+    assert len(boxes) == height + count
     for box in boxes:
         x, y, width, height = box
         assert card[0] < x and x + width < card[0] + card[2]
@@ -229,7 +231,9 @@ def test_the_boxes_of_the_ladder_do_not_overlap(count):
         assert any(apart), (one, other)
 
 
-@pytest.mark.parametrize("picture", [pictures.ladder(), ladder_of(10)])
+@pytest.mark.parametrize(
+    "picture", [pictures.ladder(), ladder_of(10), ladder_of(10, height=4)]
+)
 def test_no_text_of_the_ladder_leaves_its_box(picture):
     """Letters are taken for wider than those of most fonts."""
     root = ET.fromstring(picture)

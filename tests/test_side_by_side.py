@@ -11,7 +11,7 @@ import pytest
 from ladder.diffs import changed_lines, hunks
 from ladder.files import copy_tree
 from ladder.pages import explanations, right_output
-from ladder.rungs import EDGES, RUNGS, ancestry, read_lines
+from ladder.rungs import ALL_EDGES, PARENTS, RUNGS, ancestry, read_lines
 from tests.contrast import contrast_ratio
 from tests.site_fixtures import PHONE, SPHINX, WIDE
 from tests.site_pages import (
@@ -134,7 +134,7 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
                     assert paragraph in letters(why), (page.name, block.heading)
                 assert f"change {number} of" not in why  # the diff itself
                 seen.add((block.old, block.new, number))
-    assert {(*edge, x.number) for edge in EDGES for x in hunks(*edge)} <= seen
+    assert {(*edge, x.number) for edge in ALL_EDGES for x in hunks(*edge)} <= seen
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
@@ -159,7 +159,7 @@ def places(explained):
 
 def test_every_explanation_leads_back_to_its_hunk(pages):
     explained = explanations(CHAPTERS)
-    assert set(EDGES) <= set(explained)
+    assert set(ALL_EDGES) <= set(explained)
     for pair, found in explained.items():
         for number, (page, _, _) in found.items():
             assert f"{url_of(*pair)}#hunk-{number}" in pages[f"{page}.html"].links
@@ -176,7 +176,7 @@ def test_the_choice_holds_every_rung_and_knows_its_page(pages):
 
 def test_linked_files_are_shown_to_the_byte(pages):
     shown = [x for x in pages if x.startswith("source/")]
-    assert {f"source/{x}.html" for x in RUNGS} <= set(shown)
+    assert {f"source/{x}.html" for x in PARENTS} <= set(shown)
     for name in shown:
         file = name.removeprefix("source/").removesuffix(".html")
         assert pages[name].text["source"].encode() == content(file)
@@ -569,7 +569,7 @@ LANDED = "x => Math.round(x.getBoundingClientRect().top)"
 def test_a_line_stands_beside_what_it_was_changed_into(visit, address):
     """Also where it is too long for its column. Beside a line without one is a gap."""
     tab = visit(PAIR)
-    for pair in EDGES:
+    for pair in ALL_EDGES:
         tab.goto(address + url_of(*pair))
         for hunk in hunks(*pair):
             rows = similar_lines(hunk.removed, hunk.added)
@@ -624,7 +624,7 @@ def test_a_wide_screen_says_beside_the_code_what_each_change_does(visit):
 MARKER = "x => getComputedStyle(x).listStyleType"
 
 
-@pytest.mark.parametrize("pair", [*EDGES, (OLD, list(RUNGS)[-1])], ids=str)
+@pytest.mark.parametrize("pair", [*ALL_EDGES, (OLD, list(RUNGS)[-1])], ids=str)
 def test_a_page_is_not_longer_on_a_wide_screen(visit, pair):
     tab = visit(url_of(*pair), viewport=LARGE)
     height = "document.documentElement.scrollHeight"
@@ -656,7 +656,7 @@ BOTH_IN_SIGHT = """change => {
 @pytest.mark.parametrize(
     "viewport", [PHONE, WIDE, LARGE], ids=["phone", "desktop", "large"]
 )
-@pytest.mark.parametrize("pair", EDGES, ids=str)
+@pytest.mark.parametrize("pair", ALL_EDGES, ids=str)
 def test_the_struck_line_and_the_switch_are_seen_together(visit, pair, viewport):
     tab = visit(url_of(*pair), viewport=viewport)
     changes = tab.locator(".hunk:has(.flip):has(ins .out)")
@@ -786,8 +786,8 @@ def test_the_page_says_which_step_is_explained_or_taken_back(site, old, new):
     html = (site / url_of(old, new)).read_text()
     assert ("backwards" in html) == (new in ancestry(old))
     steps = set(re.findall(r'<p class="step">From (\S+) to (\S+):</p>', html))
-    assert (not steps) == ((old, new) in EDGES)
-    assert steps <= set(EDGES) - {(old, new)}
+    assert (not steps) == ((old, new) in ALL_EDGES)
+    assert steps <= set(ALL_EDGES) - {(old, new)}
 
 
 def test_a_title_says_that_there_is_a_wrong_output(site):

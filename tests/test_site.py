@@ -27,7 +27,7 @@ from bs4 import BeautifulSoup  # noqa: E402
 from ladder.diffs import changed_lines, hunks  # noqa: E402
 from ladder.files import copy_tree  # noqa: E402
 from ladder.pages import GROUPS, parse, right_output, title  # noqa: E402
-from ladder.rungs import EDGES, ROOT, RUNGS, read_lines, summary, trunk  # noqa: E402
+from ladder.rungs import ALL_EDGES, PARENTS, ROOT, read_lines, steps, summary  # noqa: E402
 from tests.contrast import contrast_ratio  # noqa: E402
 from tests.site_fixtures import PHONE, SPHINX, WIDE  # noqa: E402
 from tests.site_pages import (  # noqa: E402
@@ -123,11 +123,11 @@ def test_the_start_page_shows_what_the_repository_has(site):
     commands = page.find(class_="highlight-sh").get_text()
     assert commands.strip() in "\n".join(lines)
     links = [(x["href"], x.get_text()) for x in page.find_all("a")]
-    for parent, child in EDGES:
+    for parent, child in ALL_EDGES:
         size = len(changed_lines(parent, child))
         assert (url_of(parent, child), f"{size} changed lines") in links
     texts = [" ".join(x.get_text().split()) for x in page.find_all("li")]
-    for name in RUNGS:
+    for name in PARENTS:
         short, what = name.removeprefix("variants/"), summary(name)
         assert any(short in x and what in x for x in texts), name
     main = page.find(class_="primary")
@@ -310,7 +310,7 @@ def test_every_other_page_loads_without_errors(pages, visit, address):
 
 def test_the_start_leads_to_the_pairs(pages):
     links = pages["0_intro.html"].links
-    assert {*(url_of(*x) for x in EDGES), "side_by_side/index.html"} <= set(links)
+    assert {*(url_of(*x) for x in ALL_EDGES), "side_by_side/index.html"} <= set(links)
 
 
 @pytest.mark.parametrize("url", KINDS)
@@ -390,7 +390,7 @@ def test_a_phone_shows_the_ladder_as_cards(visit):
 
     wide = boxes()
     tops = [x["y"] for x in wide]
-    assert tops == sorted(tops, reverse=True) and len(set(tops)) == len(trunk())
+    assert tops == sorted(tops, reverse=True) and len(set(tops)) == len(steps())
     assert len({round(x["y"] + x["height"]) for x in wide}) == 1
     for edge in tab.locator(".edge").all():
         assert edge.bounding_box()["height"] >= 24

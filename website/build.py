@@ -23,17 +23,18 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
                                             expressions); what is cut is marked [...]
     <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script,
-                                            X.py or -m variants.X
+                                            X.py, -m variants.X or -m mingpt.X
                                             (several faults: several `with`)
+    <!-- run with `old` as `new` in FILE: COMMAND -->   ... or into FILE
     <!-- end -->                            below each of these
     <!-- file NAME -->                      the fence below is this file for commands
     <!-- not run here: REASON -->           nor are those of the fence below
 
 A heading over hunks is their explanation: it says what they do, why, and what breaks
 without them, and its last line links to tests that fail then. Every hunk of every
-rung's diff has exactly one. Each command of an `sh` fence is run, too, and must end
-with exit status 0 (1 for diff). The pages are README.md and all under docs/. Run it
-from the root of the repository.
+rung's diff has exactly one, and so has every hunk of a sequel's (ladder/rungs.py). Each
+command of an `sh` fence is run, too, and must end with exit status 0 (1 for diff). The
+pages are README.md and all under docs/. Run it from the root of the repository.
 
 Bad input ends with one line that names the file and the line, exit status 2, and no
 file changed. Exit status 1: something is stale, or a command failed.
@@ -59,9 +60,11 @@ from ladder.pages import (
     title,
 )
 from ladder.rungs import (
-    EDGES,
+    ALL_EDGES,
+    PARENTS,
     ROOT,
     RUNGS,
+    SEQUELS,
     InputError,
     ancestry,
     check_rungs,
@@ -146,10 +149,10 @@ def contents(block):
 
 def chapters(block, name, explained):
     """Links to the pages that explain a script."""
-    found = {x[0]: None for x in explained.get((RUNGS.get(name), name), {}).values()}
+    found = {x[0]: None for x in explained.get((PARENTS.get(name), name), {}).values()}
     if name == trunk()[0]:
         found = {FIRST_CHAPTER: None}
-    elif name not in RUNGS:
+    elif name not in PARENTS:
         found = {Path(name).stem: None}
     return ", ".join(link(block, title(page), f"docs/{page}.md") for page in found)
 
@@ -185,13 +188,13 @@ def what_for(block):
 
 
 def rungs_table(block, explained):
-    """The map: every rung, what it does, what it changes, where that is explained."""
+    """The map: every script, what it does, what it changes, where that is explained."""
     lines = [
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
     ]
-    for name in sorted(RUNGS, key=ancestry):
-        parent, what = RUNGS[name], summary(name)
+    for name in [*sorted(RUNGS, key=ancestry), *SEQUELS]:
+        parent, what = PARENTS[name], summary(name)
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
@@ -204,9 +207,9 @@ def rungs_table(block, explained):
 
 
 def check_explanations(pages):
-    """Every hunk of every rung has one heading, and it says what it must."""
+    """Every hunk of every rung and sequel has one heading, which says what it must."""
     problems, found = [], explanations(pages)
-    for old, new in {**dict.fromkeys(EDGES), **found}:
+    for old, new in {**dict.fromkeys(ALL_EDGES), **found}:
         for hunk in hunks(old, new):
             if hunk.number not in found.get((old, new), {}):
                 at = f"{old}:{hunk.old_start}"
@@ -216,7 +219,7 @@ def check_explanations(pages):
     for page in pages:
         seen = {}
         for block in page.blocks:
-            if not block.hunks or (block.old, block.new) not in EDGES:
+            if not block.hunks or (block.old, block.new) not in ALL_EDGES:
                 continue
             at = f"{page.name}:{block.line}"
             if block.anchor in seen:

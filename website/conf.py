@@ -62,6 +62,7 @@ html_theme_options = {
         "color-step-1": "#eceff2",
         "color-step-2": "#d3e5fb",
         "color-step-3": "#d0eed9",
+        "color-step-4": "#fbe5bb",
     },
     "dark_css_variables": {
         "color-brand-primary": "#8ab8ff",
@@ -76,5 +77,6 @@ html_theme_options = {
         "color-step-1": "#2a3039",
         "color-step-2": "#173a63",
         "color-step-3": "#164a2c",
+        "color-step-4": "#564110",
     },
 }

@@ -1,8 +1,8 @@
 """The Sphinx extension that makes the site from the chapters and the scripts.
 
 It leaves the Markdown as a code host shows it, and adds what only a site can have: the
-sidebar, a page for every two rungs side by side, and a page for every file of the
-repository that a chapter links to.
+sidebar, a page for every two rungs side by side, one for every sequel and its parent,
+and a page for every file of the repository that a chapter links to.
 """
 
 import html
@@ -16,7 +16,15 @@ from sphinx import addnodes
 
 from ladder import pages
 from ladder.diffs import changed_lines, hunks
-from ladder.rungs import EDGES, ROOT, RUNGS, InputError, ancestry, read_lines
+from ladder.rungs import (
+    ALL_EDGES,
+    PARENTS,
+    ROOT,
+    RUNGS,
+    InputError,
+    ancestry,
+    read_lines,
+)
 from website import search
 from website.explain import Explainer, flip, is_wrong, once
 from website.home import home, readme
@@ -66,7 +74,7 @@ def add_links(app, docname, source):
 
 def beside(block):
     """[(address, text)] of what shows a block's diff, or the table's, side by side."""
-    pairs = EDGES if block.kind == "rungs" else [(block.old, block.new)]
+    pairs = ALL_EDGES if block.kind == "rungs" else [(block.old, block.new)]
     links = [
         (f"{page_of(*pair)}.html", html.escape(" and ".join(pair))) for pair in pairs
     ]
@@ -140,7 +148,7 @@ def make_pages(app):
     rungs = sorted(RUNGS, key=ancestry)
     common = {
         "rungs": rungs,
-        "edges": EDGES,
+        "edges": ALL_EDGES,
         "ancestry": ancestry,
         "slug": slug,
         "page_of": page_of,
@@ -155,7 +163,7 @@ def make_pages(app):
     pairs = [(old, new) for old in rungs for new in rungs if old != new]
     metadata = app.env.metadata.values()
     in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
-    pairs = list(dict.fromkeys([*pairs, *in_chapters]))
+    pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
     table = {"title": "Compare any two", "sizes": sizes}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
@@ -184,7 +192,7 @@ def make_pages(app):
     for name in app.env.site_files:
         context = common | {
             "title": name,
-            "parent": RUNGS.get(name),
+            "parent": PARENTS.get(name),
             "lines": "".join(plain_lines(name)),
         }
         yield source_page(name), context, "source.html"
@@ -332,7 +340,7 @@ def make_search(app, exception):
         documents[page] = search.chapter(Path(app.outdir, page))
     for old, new in app.env.site_pairs:
         page = f"{page_of(old, new)}.html"
-        documents[page] = search.pair(old, new, whole=RUNGS.get(new) == old)
+        documents[page] = search.pair(old, new, whole=PARENTS.get(new) == old)
     for name in app.env.site_files:
         documents[f"{source_page(name)}.html"] = search.file(name)
     search.write_index(app.outdir, documents)

@@ -5,9 +5,11 @@
 Exit status 2, and one line or the program's own message, if one of them refuses.
 """
 
+import argparse
 import contextlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -23,8 +25,11 @@ def torchrun(words):
     from torch.distributed.run import get_args_parser
 
     args = get_args_parser().parse_args(words)
-    if args.training_script.endswith(".py"):
-        script([args.training_script, *args.training_script_args])
+    words = [args.training_script, *args.training_script_args]
+    if args.module:
+        module(words)
+    elif args.training_script.endswith(".py"):
+        script(words)
 
 
 def script(words):
@@ -32,6 +37,24 @@ def script(words):
     import utils
 
     utils.make_parser(docstring(ROOT / words[0])).parse_args(words[1:])
+
+
+def module(words):
+    """Run a module of ours until its own parser has parsed the words."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    class Parsed(Exception):
+        pass
+
+    def parse_and_end(*args, **how):
+        parse_args(*args, **how)
+        raise Parsed
+
+    argparse.ArgumentParser.parse_args = parse_and_end
+    sys.argv[1:] = words[1:]
+    with contextlib.suppress(Parsed):
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        raise InputError(f"{words[0]} does not parse its arguments")
 
 
 def on_each_machine(words):
@@ -101,6 +124,7 @@ PROGRAMS = {
     "sh": sh,
     "python -m http.server": server,
     "python -m variants.multinode_spawn": on_each_machine,
+    "python -m": module,
     "python": script,
 }
 

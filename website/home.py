@@ -6,7 +6,7 @@ import textwrap
 
 from ladder.diffs import changed_lines, hunks
 from ladder.pages import parse
-from ladder.rungs import RUNGS, ancestry, read_lines, summary, trunk, variants
+from ladder.rungs import PARENTS, leaves, read_lines, step_of, steps, summary
 
 # DDP in four changes: each of these texts is in one of them.
 EXCERPT = ["self.ddp_model =", "set_epoch", "output = self.ddp_model", "drop_last=True"]
@@ -48,16 +48,15 @@ def inline(text):
 
 
 def cards(names):
-    """What the ladder shows of these rungs; `step` is the one it stands on, from 1."""
-    order = trunk()
+    """What the ladder shows of these; `step` is the one they stand on, from 1."""
     for name in names:
-        parent = RUNGS[name]
+        parent = PARENTS[name]
         yield {
             "name": name,
             "what": summary(name),
             "parent": parent,
             "size": len(changed_lines(parent, name)) if parent else 0,
-            "step": max(order.index(x) for x in ancestry(name) if x in order) + 1,
+            "step": step_of(name) + 1,
         }
 
 
@@ -76,7 +75,7 @@ def home(explained, highlight, repository=""):
     if repository:
         folder = repository.rstrip("/").rpartition("/")[2].removesuffix(".git")
         commands = f"git clone {repository}\ncd {folder}\n{commands}"
-    old, new = trunk()[:2]
+    old, new = steps()[:2]
     texts = " ".join(f"`{x}`" for x in EXCERPT)
     marker = f"<!-- diff {old} {new}: {texts} -->"
     lines = ["# The start page of the site", marker, "<!-- end -->"]
@@ -93,8 +92,8 @@ def home(explained, highlight, repository=""):
         "promise": promise,
         "cloned": bool(repository),
         "commands": highlight(commands, "sh"),
-        "steps": list(cards(trunk())),
-        "leaves": list(cards(variants())),
+        "steps": list(cards(steps())),
+        "leaves": list(cards(leaves())),
         "old": old,
         "new": new,
         "size": len(changed_lines(old, new)),

@@ -25,7 +25,7 @@ import torch
 from benchmarks.report import cpu_model
 from ladder.choices import AT_LAST, CHOICES, FSDP, name_of
 from ladder.diffs import changed_lines
-from ladder.rungs import ROOT, RUNGS, ancestry, summary, trunk, variants
+from ladder.rungs import PARENTS, ROOT, RUNGS, leaves, step_of, steps, summary
 from proofs.launch import plant, train
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -210,62 +210,59 @@ class Svg:
 
 # The ladder
 
-STEP, LEAF = (248, 80), (248, 84)  # the width and the least height of a box
-COLUMN, RISE, STEPS_TOP = 256, 56, 54
-STEP_COLOURS = ["plain", "blue", "green"]
+LEAF, LEAST = (248, 84), 80  # the width and height of a leaf, and the least of a step
+GAP, RISE, STEPS_TOP = 8, 56, 54
+STEP_COLOURS = ["plain", "blue", "green", "amber"]
 
 
 def ladder():
-    return draw_ladder(cards_of(trunk()), cards_of(variants()), step_of())
+    names = leaves()
+    on = {name: step_of(name) for name in names}
+    return draw_ladder(cards_of(steps()), cards_of(names), on)
 
 
 def cards_of(names):
-    """[(name, what it does, parent, changed lines)] of these rungs."""
+    """[(name, what it does, parent, changed lines)] of these scripts."""
     return [
         (name, summary(name), parent, len(changed_lines(parent, name)) if parent else 0)
-        for name, parent in ((name, RUNGS[name]) for name in names)
+        for name, parent in ((name, PARENTS[name]) for name in names)
     ]
 
 
-def step_of():
-    """{name: the number of the step of the trunk that the rung stands on}."""
-    order = trunk()
-    return {
-        name: max(order.index(x) for x in ancestry(name) if x in order)
-        for name in RUNGS
-    }
-
-
-def draw_ladder(steps, leaves, step_of):
-    """steps, leaves: as `cards_of` has them; step_of: as `step_of()`."""
+def draw_ladder(steps, leaves, on):
+    """steps, leaves: as `cards_of` has them; on: {leaf: number of its step}."""
     said = [
         f"{name}: {what}" + (f". {size} lines differ from {parent}" if parent else "")
         for name, what, parent, size in [*steps, *leaves]
     ]
     desc = "Steps that go up, one for each script, and below them the variants. "
-    floor = STEPS_TOP + RISE * (len(steps) - 1) + STEP[1]
+    floor = STEPS_TOP + RISE * (len(steps) - 1) + LEAST
+    column = (3 * (LEAF[0] + GAP)) // len(steps)
+    width, letters = column - GAP, (column - GAP - 28) // 7
     rows = -(-len(leaves) // 3)
-    height = floor + (46 + (LEAF[1] + 8) * rows if leaves else 0) + 12
+    height = floor + (46 + (LEAF[1] + GAP) * rows if leaves else 0) + 12
     title = "Each script is the one before it with a few lines changed"
     svg = Svg(height, title, desc + ". ".join(said) + ".")
     for i, (name, what, _, size) in enumerate(steps):
-        x, y = 20 + COLUMN * i, STEPS_TOP + RISE * (len(steps) - 1 - i)
-        svg.rect(x, y, STEP[0], floor - y, f"{STEP_COLOURS[i]} edge", rx=4)
+        x, y = 20 + column * i, STEPS_TOP + RISE * (len(steps) - 1 - i)
+        svg.rect(x, y, width, floor - y, f"{STEP_COLOURS[i]} edge", rx=4)
         svg.text(x + 14, y + 26, name, "ink h c")
-        svg.lines(x + 14, y + 48, 17, textwrap.wrap(what, 31, break_on_hyphens=False))
+        texts = textwrap.wrap(what, letters, break_on_hyphens=False)
+        svg.lines(x + 14, y + 48, 17, texts)
         if size:
-            left, arrow = x - COLUMN + 190, y + 22
+            left, arrow = x - GAP - 58, y + 22
             svg.line(f"M{left} {y + RISE - 3}V{arrow}H{x - 7}", "strong line thick")
             head = f"M{x - 13} {arrow - 6}L{x - 6} {arrow}L{x - 13} {arrow + 6}"
             svg.line(head, "strong line thick")
             svg.text(left - 10, y + 28, str(size), "ink right n")
             svg.text(left - 10, y + 45, "changed lines", "ink right s")
     if leaves:
-        note = "Variants: each adds one idea to the script that it names."
+        note = "Variants: each is the script that it names with some lines changed."
         svg.text(20, floor + 28, note, "ink b")
     for i, (name, what, parent, size) in enumerate(leaves):
-        x, y = 20 + COLUMN * (i % 3), floor + 40 + (LEAF[1] + 8) * (i // 3)
-        svg.rect(x, y, *LEAF, f"{STEP_COLOURS[step_of[name]]} edge", rx=4)
+        x = 20 + (LEAF[0] + GAP) * (i % 3)
+        y = floor + 40 + (LEAF[1] + GAP) * (i // 3)
+        svg.rect(x, y, *LEAF, f"{STEP_COLOURS[on[name]]} edge", rx=4)
         svg.text(x + 12, y + 21, name.removeprefix("variants/"), "ink b c")
         svg.lines(
             x + 12,

@@ -23,8 +23,7 @@ WIDTH, HEIGHT = 1200, 630
 def page():
     """The HTML that the picture is taken of: the title and the three steps."""
     title, _, below = readme()[0].partition(": ")
-    steps = cards_of(trunk())
-    svg = draw_ladder(steps, [], {name: i for i, name in enumerate(trunk())})
+    svg = draw_ladder(cards_of(trunk()), [], {})
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><style>'
         "body{margin:0;padding:36px 60px;font-family:'DejaVu Sans',sans-serif;"

@@ -2,10 +2,10 @@
 
     python -I -S shim.py SOCKET python|torchrun WORDS
 
-A script, a variant and torchrun are handed to the process that listens on SOCKET: the
-words, the folder, the environment and the three open files. That process makes a fork.
-The shim lives as long as the fork, passes signals on to it, and ends as it ends. All
-else is run by the real program.
+A script, a module of variants/ or mingpt/, and torchrun are handed to the process that
+listens on SOCKET: the words, the folder, the environment and the three open files. That
+process makes a fork. The shim lives as long as the fork, passes signals on to it, and
+ends as it ends. All else is run by the real program.
 
 It is started for every process of a command, so that it imports next to nothing.
 """
@@ -30,7 +30,8 @@ def is_shared(program, words):
         return True
     words = [word for word in words if word != "-u"]
     if words[:1] == ["-m"]:
-        return words[1].startswith("variants.") or words[1] == "website.flags"
+        ours = ("variants.", "mingpt.")
+        return words[1].startswith(ours) or words[1] == "website.flags"
     return words != [] and words[0].endswith(".py") and os.path.isfile(words[0])
 
 
