@@ -678,11 +678,15 @@ class StepSampler(Sampler):
         # So many fit in at every shift up to block_size - 1.
         self.windows = max(1, (n_tokens - block_size) // block_size)
         self.shifts = n_tokens - self.windows * block_size
-        self.step = 0
+        self.step = self.offset = 0
 
     def set_step(self, step):
         """The first step of the next iteration. It costs nothing."""
-        self.step = step
+        self.step, self.offset = step, 0
+
+    def set_start(self, windows):
+        """The same, after so many windows, if other steps were larger or smaller."""
+        self.step, self.offset = divmod(windows, self.batch_size * self.world_size)
 
     def __iter__(self):
         for step in itertools.count(self.step):
@@ -691,7 +695,8 @@ class StepSampler(Sampler):
     def starts(self, step):
         """This rank's windows of a step: an array of shape (batch_size,)."""
         size = self.batch_size * self.world_size
-        number = step * size + np.arange(self.rank, size, self.world_size)
+        first = self.offset + step * size + self.rank
+        number = first + np.arange(0, size - self.rank, self.world_size)
         passes, place = np.divmod(number, self.windows)
         starts = np.empty_like(place)
         for one in np.unique(passes):

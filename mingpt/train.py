@@ -84,7 +84,7 @@ class Trainer:
 
     def _run_steps(self):
         # Windows and random numbers follow from the step: a resumed run repeats them.
-        self.train_data.sampler.start = self.windows_run
+        self.train_data.sampler.set_start(self.windows_run)
         self.model.train()
         loss_sum, tokens = torch.zeros((), device=self.device), 0
         every, to_go = self.args.eval_every, self.args.steps - self.steps_run
