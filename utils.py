@@ -983,7 +983,8 @@ def replacing(path):
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(file.name)
-        cause = error.__context__  # torch hides the disk's error: "unexpected pos"
+        # torch hides the disk's error: "unexpected pos"
+        cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError):
             reason = f"{cause.strerror}: {path} is not written, the old one is kept"
             raise OSError(cause.errno, reason) from None

@@ -113,7 +113,8 @@ class Progress:
         """After each step, on each rank. tokens: of this step, by all ranks."""
         trainer, steps = self.trainer, self.trainer.args.steps
         self.tokens += tokens
-        if trainer.steps_run % self.every:
+        evaluates = trainer.steps_run % trainer.args.eval_every == 0
+        if trainer.steps_run % self.every or evaluates:
             return
         world_size = dist.get_world_size()
         (loss,) = trainer._sum(loss / world_size)  # which waits for the device

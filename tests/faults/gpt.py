@@ -1,0 +1,59 @@
+"""Run mingpt.train, with something done to it that the environment asks for.
+
+    AT_STEP=7 DO=sigkill python tests/faults/gpt.py --steps 12
+
+DO: sigterm or sigkill (this process gets it when the step begins), float64 (the model
+has such weights, so that sums in another order agree to the last digits), full_disk
+(the second snapshot finds room for 10 kB), slow_disk (each snapshot takes a while to write,
+and the first is kept as mingpt.pt.first).
+RANK_ONLY=1 does it on this rank alone.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+
+import utils
+from mingpt import options, train
+
+DO = os.environ.get("DO", "")
+AT_STEP = int(os.environ.get("AT_STEP", -1))
+RANK = os.environ.get("RANK", "0")
+run_batch, load = train.Trainer._run_batch, train.load_train_objs
+save_atomically = utils.save_atomically
+saved = []
+
+
+def signal_at_step(self, source, targets):
+    if self.steps_run == AT_STEP and os.environ.get("RANK_ONLY", RANK) == RANK:
+        self._finish_writing()
+        os.kill(os.getpid(), getattr(signal, DO.upper()))
+    return run_batch(self, source, targets)
+
+
+def load_float64(args):
+    corpus, model, make_optimizer = load(args)
+    return corpus, model.double(), make_optimizer
+
+
+def save_with_fault(snapshot, path):
+    saved.append(path)
+    if DO == "full_disk" and len(saved) == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    if DO == "slow_disk":
+        time.sleep(1)
+    save_atomically(snapshot, path)
+    if DO == "slow_disk" and len(saved) == 1:
+        os.link(path, f"{path}.first")
+
+
+if DO.startswith("sig"):
+    train.Trainer._run_batch = signal_at_step
+elif DO == "float64":
+    train.load_train_objs = load_float64
+elif DO:
+    utils.save_atomically = save_with_fault
+sys.argv[0] = train.__file__
+train.main(options.parse(options.make_parser(train.__doc__)))

@@ -1,0 +1,177 @@
+"""mingpt.train: the same training at every world size, and nothing lost."""
+
+import csv
+import math
+import os
+import re
+
+import pytest
+import torch
+
+from ladder.rungs import ROOT
+from proofs.processes import run
+from proofs.results import load, same_bits, weights
+from proofs.warm import Fork
+
+FAULTS = ROOT / "tests" / "faults" / "gpt.py"
+TINY = ["--n-layer", 2, "--n-head", 2, "--n-embd", 32, "--block-size", 16]
+TINY += ["--batch-size", 8, "--compile", "off", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of 20 kB, all of it ASCII, and the folder for its tokens: the options that name them."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("text")
+    whole = "\n".join(topics[name] for name in sorted(topics))
+    (folder / "text.txt").write_bytes(whole.encode("ascii", "ignore")[:20_000])
+    return ["--data", folder / "text.txt", "--cache", folder / "tokens"]
+
+
+@pytest.fixture(scope="module")
+def gpt(text):
+    """`gpt(*options, cwd=, nprocs=, **env)`: run mingpt.train in forks: Done.
+
+    Without `nprocs` python starts it, else torchrun. DO and AT_STEP in the environment:
+    see tests/faults/gpt.py.
+    """
+
+    def get(*options, cwd, nprocs=None, **env):
+        script = [FAULTS] if "DO" in env else ["-m", "mingpt.train"]
+        words = ["python"]
+        if nprocs:
+            words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
+        env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
+        return Fork([*words, *script, *text, *TINY, *options], cwd, **env).finish()
+
+    return get
+
+
+def trained(gpt, *options, **how):
+    done = gpt(*options, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(gpt, tmp_path_factory):
+    """A run of 12 steps with dropout, evaluated after 6 and 12: (folder, Done)."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, trained(gpt, *RESUMABLE, cwd=folder)
+
+
+RESUMABLE = ["--steps", 12, "--eval-every", 6, "--dropout", 0.1]
+
+
+def metrics(folder):
+    with open(folder / "mingpt.metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: float(value) for name, value in row.items()} for row in rows]
+
+
+def test_what_a_person_sees(whole):
+    folder, done = whole
+    lines = done.stdout.splitlines()
+    assert re.match(r"text: .*text\.txt: [\d,]+ bytes", lines[0])
+    assert re.match(r"model: mingpt\.model, 0\.03 M parameters, 2 layers", lines[1])
+    assert re.match(
+        r"run: 1 x cpu, fp32, not compiled, batch 8 blocks each: 128", lines[2]
+    )
+    assert lines[3] == "starting with step 1: no step is finished in mingpt.pt"
+    progress = (
+        r"step 1/12 \| loss \d\.\d{4} \| [\d,]+ tokens/s \| MFU \d+% of \S+ TFLOP/s"
+        r" \(measured\) \| \d+ min \d\d s left"
+    )
+    assert re.fullmatch(progress, lines[4])
+    evaluation = (
+        r"step 6/12 \| train loss \d\.\d{4} \| val loss \d\.\d{4} \| bits per byte"
+        r" \d\.\d{4} \| [\d,]+ tokens/s"
+    )
+    assert any(re.fullmatch(evaluation, x) for x in lines)
+    assert lines[-1] == "saving step 12 to mingpt.pt"
+    assert "\r" not in done.stdout, "no terminal, no line that is written over"
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [6, 12]
+    assert f"val loss {rows[-1]['val loss']:.4f}" in done.stdout
+
+
+def test_bits_per_byte(whole):
+    """All characters of this text are ASCII, so that a token is a byte."""
+    for row in metrics(whole[0]):
+        bits = row["val loss"] / math.log(2)
+        assert math.isclose(row["bits per byte"], bits, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_world_sizes_train_the_same(gpt, tmp_path, nprocs):
+    """And evaluate the same, at an effective batch of 8; also in micro-batches."""
+    options = ["--steps", 4, "--eval-every", 2]
+    found = []
+    for nprocs, accumulate in ((None, 1), (nprocs, 1), (nprocs, 2)):
+        folder = tmp_path / f"{nprocs}.{accumulate}"
+        folder.mkdir()
+        batch = ["--batch-size", 8 // (nprocs or 1), "--accumulate", accumulate]
+        trained(gpt, *options, *batch, cwd=folder, nprocs=nprocs, DO="float64")
+        found.append((weights(folder / "mingpt.pt"), metrics(folder)))
+    for state, rows in found[1:]:
+        assert torch.allclose(state, found[0][0], rtol=0, atol=1e-12)
+        for row, other in zip(rows, found[0][1], strict=True):
+            for name in ("train loss", "val loss", "bits per byte"):
+                # Losses are summed in float32.
+                assert math.isclose(row[name], other[name], rel_tol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("signal", "status", "resumes_at"),
+    [
+        ("sigterm", os.EX_TEMPFAIL, 9),
+        ("sigkill", -9, 6),
+    ],
+)
+def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
+    done = gpt(*RESUMABLE, cwd=tmp_path, DO=signal, AT_STEP=8)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "mingpt.pt.preempted").exists() == (signal == "sigterm")
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == resumes_at
+    done = trained(gpt, *RESUMABLE, cwd=tmp_path)
+    line = f"resuming from mingpt.pt: {resumes_at} of 12 steps are finished"
+    assert line in done.stdout
+    assert same_bits(load(tmp_path / "mingpt.pt"), load(whole[0] / "mingpt.pt"))
+    ours, theirs = metrics(tmp_path), metrics(whole[0])
+    assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
+
+
+def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
+    """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
+    reference, stopped = tmp_path / "a", tmp_path / "b"
+    reference.mkdir()
+    stopped.mkdir()
+    trained(gpt, *RESUMABLE, cwd=reference, nprocs=2)
+    env = {"DO": "sigterm", "AT_STEP": 8, "RANK_ONLY": 1}
+    done = gpt(*RESUMABLE, cwd=stopped, nprocs=2, **env)
+    assert done.returncode == 1, "torchrun's own status"
+    assert "preempted after step 9\n" in done.stdout
+    assert (stopped / "mingpt.pt.preempted").exists()
+    trained(gpt, *RESUMABLE, cwd=stopped, nprocs=2)
+    assert same_bits(load(stopped / "mingpt.pt"), load(reference / "mingpt.pt"))
+
+
+def test_a_full_disk_leaves_the_old_snapshot(gpt, tmp_path):
+    done = gpt(*RESUMABLE, cwd=tmp_path, DO="full_disk")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"train.py: error: File too large: {tmp_path}/mingpt.pt is not written, the old"
+        " one is kept\n"
+    )
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 6
+    assert [x.name for x in tmp_path.glob("*.tmp")] == []
+
+
+def test_a_snapshot_does_not_see_later_steps(gpt, whole, tmp_path):
+    """It is written while the next steps change the weights, here after all of them."""
+    trained(gpt, *RESUMABLE, cwd=tmp_path, DO="slow_disk")
+    os.replace(tmp_path / "mingpt.pt.first", tmp_path / "mingpt.pt")
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 6
+    trained(gpt, *RESUMABLE, cwd=tmp_path)
+    assert same_bits(load(tmp_path / "mingpt.pt"), load(whole[0] / "mingpt.pt"))
