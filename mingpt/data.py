@@ -708,6 +708,16 @@ class StepSampler(Sampler):
         return starts
 
 
+def eval_starts(n_tokens, block_size, batch_size, rank=0, world_size=1):
+    """Where this rank's windows for validation begin: each token is predicted once.
+
+    They are filled up to whole batches with windows past the end, which count nothing:
+    a batch of another size would make torch.compile compile once more.
+    """
+    starts = range(rank * block_size, n_tokens - 1, world_size * block_size)
+    return [*starts, *[n_tokens] * (-len(starts) % batch_size)]
+
+
 def permute(index, size, keys):
     """Where a random permutation of range(size) puts the numbers `index`, an array.
 

@@ -46,7 +46,7 @@ class Trainer:
         self.device = device
         self.model = model.to(device)
         if args.compile == "on":
-            self.model.compile()
+            self.model.compile(dynamic=False)
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
         if dist.get_world_size() > 1:  # one rank has no other to average with
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
@@ -262,7 +262,9 @@ def main(args):
         len(corpus.train), block_size, args.batch_size, args.seed, rank, world_size
     )
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, device)
-    sampler = range(rank * block_size, len(corpus.val) - 1, world_size * block_size)
+    sampler = data.eval_starts(
+        len(corpus.val), block_size, args.batch_size, rank, world_size
+    )
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
