@@ -358,6 +358,20 @@ def test_a_diff_may_show_only_lines_that_match(copy):
 
 
 @pytest.mark.text
+def test_a_text_may_say_in_which_function_it_stands(copy):
+    """Where lines of several functions have changed in the same way."""
+    (copy / "docs/old.py").write_text("def f(x):\n    a\n\n\ndef g(x):\n    a\n")
+    (copy / "docs/new.py").write_text("def f(x):\n    b\n\n\ndef g(x):\n    b\n")
+    marker = "# Page\n\n<!-- diff docs/old.py docs/new.py: {} -->\n<!-- end -->\n"
+    (copy / "docs/page.md").write_text(marker.format("`f: b` `g: b`"))
+    assert build(copy, "--diffs") == (0, "")
+    assert (copy / "docs/page.md").read_text().count("@@ change ") == 2
+    (copy / "docs/page.md").write_text(marker.format("`b`"))
+    status, said = build(copy, "--diffs")
+    assert (status, "'b' is in 2 hunks" in said) == (2, True)
+
+
+@pytest.mark.text
 @pytest.mark.parametrize("start", ["'" * 3, "#!/usr/bin/env python\n" + "'" * 3])
 def test_a_rung_is_found_however_it_begins(copy, start):
     (copy / "variants").mkdir(exist_ok=True)
