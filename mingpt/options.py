@@ -237,11 +237,13 @@ def configuration(args, corpus, model):
 
 def check_configuration(args, corpus, model):
     """The same for the snapshot: if it does not fit, name the fields that differ."""
+    other = "choose another --snapshot-path"
     try:
         saved = utils.read_snapshot(args.snapshot_path, mmap=True)["CONFIGURATION"]
+    except KeyError:
+        utils.fail(f"{args.snapshot_path} is not what mingpt.train saves: {other}")
     except Exception:
         return  # utils.check_run says what is wrong with it
-    other = "choose another --snapshot-path"
     now = configuration(args, corpus, model)
     tokenizers = saved.pop("tokenizer"), now.pop("tokenizer")
     saved |= saved.pop("config")
