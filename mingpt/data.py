@@ -39,6 +39,7 @@ import utils
 FORMAT = 1  # of the files in the cache: raise it if they, or the split, change
 PIECE = 1 << 16  # bytes that are read, and encoded, at a time
 MAX_VALIDATION = 1 << 20  # bytes: an exact loss over more takes long and says no more
+ROUNDS = 8  # of `permute`: with 4, some orders of a few windows come too often
 
 
 # Find the text
@@ -107,9 +108,9 @@ class Text:
     def split(self, fraction):
         """Two Texts: the beginning, to train on, and the end, to validate on.
 
-        The cut is where a line ends. If no line ends for long, it is between two
-        characters. A newline that stands between two documents at the cut belongs to
-        neither Text.
+        The cut is where a line or a document ends. If no line ends for long, it is
+        between two characters. A newline that stands between two documents at the cut
+        belongs to neither Text.
         """
         size = min(max(1, int(fraction * len(self))), MAX_VALIDATION, len(self) - 1)
         train, val = list(self.documents), []
@@ -118,22 +119,25 @@ class Text:
             size -= len(val[0]) + 1
         if size > 0:  # of the last document that is left
             last = train.pop()
-            cut = find_cut(last, last.stop - size, size if val else size // 2)
+            cut = find_cut(last, last.stop - size, at_a_line=bool(val))
             train.append(dataclasses.replace(last, stop=cut))
             if cut < last.stop:
                 val.insert(0, dataclasses.replace(last, start=cut))
         return (dataclasses.replace(self, documents=x) for x in (train, val))
 
 
-def find_cut(document, start, length):
-    """Where the first line ends that ends in the `length` bytes from `start`.
+def find_cut(document, start, at_a_line):
+    """Where the first line ends after the byte `start`.
 
-    If there is none, where the first character begins.
+    If only the second half of what follows has such a place, or nothing has it, then
+    where the first character begins. This does not hold for `at_a_line`.
     """
     after = b"".join(dataclasses.replace(document, start=start).read())
-    end = after.find(b"\n", 0, length)
+    end = after.find(b"\n", 0, len(after) if at_a_line else len(after) // 2)
     if end >= 0:
         return start + end + 1
+    if at_a_line:
+        return document.stop
     while after and after[0] & 0xC0 == 0x80:  # inside a character
         after = after[1:]
     return document.stop - len(after)
@@ -187,8 +191,8 @@ def find_files(path):
     found = glob.glob(path, recursive=True)
     if not found:
         utils.fail(f"there is no {path}")
-    if "**" in path:  # it matches folders, and each file in them as well
-        return [x for x in found if not os.path.isdir(x)]
+    if "**" in path:  # it matches folders and what is in them, loops included
+        return [x for x in found if os.path.isfile(x)]
     return [file for x in found for file in find_files(x)]
 
 
@@ -265,7 +269,7 @@ class ByteTokenizer:
         return self.array(text).tolist()
 
     def decode(self, ids):
-        return bytes(ids).decode("utf-8", "replace")
+        return bytes(map(int, ids)).decode("utf-8", "replace")
 
     def state(self):
         return {"kind": "bytes"}
@@ -558,7 +562,8 @@ def encode(text, tokenizer, val_fraction, place, paths):
     Each file is renamed into place when it is whole. So a kill leaves nothing that the
     next run would take, and the next run removes what it leaves.
     """
-    for left_over in glob.glob(f"{glob.escape(os.path.dirname(place))}/*.tmp"):
+    folder = glob.escape(os.path.dirname(place))
+    for left_over in glob.glob(f"{folder}/*.????????.tmp"):
         utils.remove_left_over(left_over[: -len(".12345678.tmp")])
     tokenizer = tokenizer or CharTokenizer.of(text)
     state = tokenizer.state()
@@ -588,22 +593,19 @@ def encode(text, tokenizer, val_fraction, place, paths):
 
 def encode_part(text, tokenizer):
     """Yield the tokens of a `Text` in arrays, and whether they decode to their text."""
-    separator, _ = tokenizer.arrays(["\n"])
-    if tokenizer.separator is not None:
-        separator = [np.array([tokenizer.separator])]
 
     def pieces():
         for number, document in enumerate(text.documents):
             if number:
-                yield None
+                yield "\n" if tokenizer.separator is None else None
             yield from tokenizer.pieces(document.text())
 
-    done, said, pieces = 0, time.monotonic(), pieces()
-    while batch := list(itertools.islice(pieces, 64)):  # memory is for so many pieces
+    done, said, stream = 0, time.monotonic(), pieces()
+    while batch := list(itertools.islice(stream, 64)):  # the memory is for so many
         texts = [x for x in batch if x is not None]
         arrays, exact = tokenizer.arrays(texts)
-        arrays = iter(arrays)
-        tokens = [separator[0] if x is None else next(arrays) for x in batch]
+        of_texts, separator = iter(arrays), np.array([tokenizer.separator])
+        tokens = [separator if x is None else next(of_texts) for x in batch]
         yield np.concatenate(tokens), exact
         done += sum(len(x.encode()) for x in texts)
         if time.monotonic() > said + 10:
@@ -734,7 +736,7 @@ class StepSampler(Sampler):
         starts = np.empty_like(places)
         for number in np.unique(passes):
             random = np.random.SeedSequence([self.seed, int(number)])
-            shift, *keys = random.generate_state(5, np.uint64)
+            shift, *keys = random.generate_state(1 + ROUNDS, np.uint64)
             here = passes == number
             windows = permute(places[here], self.windows, keys)
             starts[here] = int(shift) % self.shifts + windows * self.block_size
