@@ -220,7 +220,8 @@ def check_run(args, corpus, model, make_optimizer, world_size):
     data.check_length(corpus, block_size)
     if os.path.isfile(args.snapshot_path):
         check_configuration(args, corpus, model)
-    windows = range((len(corpus.train) - 1) // block_size), range(len(corpus.val))
+    windows = data.count_windows(len(corpus.train), block_size)
+    windows = range(windows), range(len(corpus.val))
     objects = model, None, lambda _: make_optimizer(model)
     utils.check_run(args, *windows, *objects, world_size=world_size)
 
