@@ -195,8 +195,8 @@ BAD = {
     ),
     "too long a block": (
         ["--block-size", 100_000],
-        r"the text has \d+ tokens to train on, and a block of 100000 takes 100001:"
-        " lower --block-size or add text",
+        r"the text has \d+ tokens to train on, and a block of 100000 needs 100001:"
+        " choose a smaller block or a longer text",
     ),
     "too large a batch": (
         ["--batch-size", 10_000],
