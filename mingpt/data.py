@@ -127,10 +127,10 @@ class Text:
 
 
 def find_cut(document, start, at_a_line):
-    """Where the first line ends after the byte `start`.
+    """Where the line ends in which the byte `start` is.
 
-    If only the second half of what follows has such a place, or nothing has it, then
-    where the first character begins. This does not hold for `at_a_line`.
+    If this line is long, so that it takes half of what follows, the place is where the
+    first character begins. With `at_a_line`, it is the end of the line nevertheless.
     """
     after = b"".join(dataclasses.replace(document, start=start).read())
     end = after.find(b"\n", 0, len(after) if at_a_line else len(after) // 2)
@@ -717,11 +717,15 @@ class StepSampler(Sampler):
         self.world_size = world_size
         self.windows = count_windows(n_tokens, block_size)
         self.shifts = n_tokens - self.windows * block_size
-        self.step = 0
+        self.step = self.offset = 0
 
     def set_step(self, step):
         """Let the next iteration begin with this step."""
-        self.step = step
+        self.step, self.offset = step, 0
+
+    def set_start(self, windows):
+        """Let it begin after so many windows, where steps were larger or smaller."""
+        self.step, self.offset = divmod(windows, self.batch_size * self.world_size)
 
     def __iter__(self):
         at_once = max(1, 1024 // self.batch_size)  # NumPy is slow on a few numbers
@@ -731,7 +735,8 @@ class StepSampler(Sampler):
     def starts(self, step, steps=1):
         """This rank's windows of some steps: an array of batch_size * steps numbers."""
         size = self.batch_size * self.world_size
-        places = step * size + np.arange(self.rank, steps * size, self.world_size)
+        first = self.offset + step * size
+        places = first + np.arange(self.rank, steps * size, self.world_size)
         passes, places = np.divmod(places, self.windows)
         starts = np.empty_like(places)
         for number in np.unique(passes):
@@ -741,6 +746,16 @@ class StepSampler(Sampler):
             windows = permute(places[here], self.windows, keys)
             starts[here] = int(shift) % self.shifts + windows * self.block_size
         return starts
+
+
+def eval_starts(n_tokens, block_size, batch_size, rank=0, world_size=1):
+    """Where this rank's windows for validation begin: each token is predicted once.
+
+    They are filled up to whole batches with windows past the end, which count nothing:
+    a batch of another size would make torch.compile compile once more.
+    """
+    starts = range(rank * block_size, n_tokens - 1, world_size * block_size)
+    return [*starts, *[n_tokens] * (-len(starts) % batch_size)]
 
 
 def count_windows(n_tokens, block_size):
