@@ -194,9 +194,11 @@ def load_model(args, vocab_size):
 
 def load_gpt2(args, typed, vocab_size):
     """GPT-2 with the weights of --init-from, which must fit what else was typed."""
-    from mingpt.gpt2_weights import load_gpt2
-
-    model = load_gpt2(args.init_from)
+    try:
+        from mingpt import gpt2_weights
+    except ModuleNotFoundError as error:
+        utils.fail(f"--init-from needs a package: pip install {error.name}")
+    model = gpt2_weights.load_gpt2(args.init_from, args.dropout, args.checkpoint)
     if args.preset:
         typed = {**gpt2.PRESETS[args.preset], **typed}
     for name, value in typed.items():
@@ -209,8 +211,6 @@ def load_gpt2(args, typed, vocab_size):
             f" and --tokenizer {args.tokenizer} has {vocab_size}: give the"
             " tokenizer.json that belongs to it"
         )
-    model.set_dropout(args.dropout)
-    model.config.checkpoint = args.checkpoint
     return model
 
 
@@ -220,7 +220,8 @@ def check_run(args, corpus, model, make_optimizer, world_size):
     data.check_length(corpus, block_size)
     if os.path.isfile(args.snapshot_path):
         check_configuration(args, corpus, model)
-    windows = range((len(corpus.train) - 1) // block_size), range(len(corpus.val))
+    windows = data.count_windows(len(corpus.train), block_size)
+    windows = range(windows), range(len(corpus.val))
     objects = model, None, lambda _: make_optimizer(model)
     utils.check_run(args, *windows, *objects, world_size=world_size)
 
@@ -237,11 +238,13 @@ def configuration(args, corpus, model):
 
 def check_configuration(args, corpus, model):
     """The same for the snapshot: if it does not fit, name the fields that differ."""
+    other = "choose another --snapshot-path"
     try:
         saved = utils.read_snapshot(args.snapshot_path, mmap=True)["CONFIGURATION"]
+    except KeyError:
+        utils.fail(f"{args.snapshot_path} is not what mingpt.train saves: {other}")
     except Exception:
         return  # utils.check_run says what is wrong with it
-    other = "choose another --snapshot-path"
     now = configuration(args, corpus, model)
     tokenizers = saved.pop("tokenizer"), now.pop("tokenizer")
     saved |= saved.pop("config")
