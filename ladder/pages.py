@@ -15,6 +15,7 @@ GROUPS = {
         "2_multigpu",
         "3_fault_tolerance",
         "4_multinode",
+        "5_minGPT",
         "theory",
         "glossary",
     ],
