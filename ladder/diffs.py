@@ -1,11 +1,16 @@
-"""The diffs between rungs, as hunks without lines of context."""
+"""The diffs between rungs, as hunks without lines of context.
+
+The diff of a sequel is large, and difflib would then pair lines of one function with
+lines of another. So it is made function by function.
+"""
 
 import ast
 import difflib
 import functools
+import itertools
 from typing import NamedTuple
 
-from ladder.rungs import InputError, read_lines
+from ladder.rungs import SEQUELS, InputError, read_lines
 
 
 def unified(old, new, context=3):
@@ -81,13 +86,11 @@ def hunks(old, new):
     """The hunks of the diff between two files, without lines of context."""
     before, after = read_lines(old), read_lines(new)
     removed_from, added_to = scopes(old), scopes(new)
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     found = []
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag != "equal":
-            place = (j1 + 1, added_to) if j2 > j1 else (i1 + 1, removed_from)
-            lines = i1 + 1, before[i1:i2], j1 + 1, after[j1:j2]
-            found.append(Hunk(len(found) + 1, *lines, scope_of(*place)))
+    for i1, i2, j1, j2 in changes(old, new):
+        place = (j1 + 1, added_to) if j2 > j1 else (i1 + 1, removed_from)
+        lines = i1 + 1, before[i1:i2], j1 + 1, after[j1:j2]
+        found.append(Hunk(len(found) + 1, *lines, scope_of(*place)))
     return found
 
 
@@ -103,6 +106,83 @@ def mix(old, new, numbers):
         lines += hunk.added if hunk.number in numbers else hunk.removed
         done = start + len(hunk.removed)
     return "\n".join([*lines, *before[done:]]) + "\n"
+
+
+def changes(old, new):
+    """[(i1, i2, j1, j2)]: the lines `old[i1:i2]` have become the lines `new[j1:j2]`."""
+    if new in SEQUELS:
+        return by_function(old, new)
+    files = read_lines(old), read_lines(new)
+    matcher = difflib.SequenceMatcher(None, *files, autojunk=False)
+    return [x for tag, *x in matcher.get_opcodes() if tag != "equal"]
+
+
+def by_function(old, new):
+    """What `changes` returns. A change ends where another function begins."""
+    before, after = read_lines(old), read_lines(new)
+    there = functions(old), functions(new)
+    pairs = [(0, 0), *function_pairs(*there), (len(before), len(after))]
+    # A class that the parent does not have is one change, with all of its methods.
+    outside = {"", *there[0]}
+    starts = [x for name, x in there[1].items() if name.rpartition(".")[0] in outside]
+    found = []
+    for (i1, j1), (i3, j3) in itertools.pairwise(pairs):
+        kept = kept_lines(before[i1:i3], after[j1:j3])
+        for i2, j2 in [*((i1 + i, j1 + j) for i, j in kept), (i3, j3)]:
+            for start in starts:
+                if j1 < start < j2 and (i2 > i1 or "".join(after[j1:start]).strip()):
+                    found.append((i1, i2, j1, start))
+                    i1, j1 = i2, start
+            if (i1, j1) != (i2, j2):
+                found.append((i1, i2, j1, j2))
+            i1, j1 = i2 + 1, j2 + 1
+    return found
+
+
+def functions(name):
+    """{name: index of its first line} of a file's functions, methods and classes."""
+    where = scopes(name)
+    return {scope_of(first, where): first - 1 for first, _, _ in where}
+
+
+def function_pairs(old, new):
+    """[(index, index)] of what `functions` has of both files, in order on both sides.
+
+    A function that stands alone between two pairs on either side has a new name.
+    """
+    pairs = []
+    for name in old:
+        if name in new and (not pairs or new[name] > pairs[-1][1]):
+            pairs.append((old[name], new[name]))
+    renamed = []
+    for one, other in itertools.pairwise([(-1, -1), *pairs, (10**9, 10**9)]):
+        left = [x for x in old.values() if one[0] < x < other[0]]
+        right = [x for x in new.values() if one[1] < x < other[1]]
+        if len(left) == len(right) == 1:
+            renamed += zip(left, right, strict=True)
+    return sorted(pairs + renamed)
+
+
+def kept_lines(before, after):
+    """[(index, index)] of the equal lines in order that keep the most characters.
+
+    difflib takes the longest stretch first, and if all are short, perhaps a bracket.
+    """
+    weights = [len(line.strip()) + 0.1 for line in before]
+    best = [[0] * (len(after) + 1) for _ in range(len(before) + 1)]
+    for i, j in itertools.product(range(len(before)), range(len(after))):
+        both = best[i][j] + weights[i] if before[i] == after[j] else 0
+        best[i + 1][j + 1] = max(best[i][j + 1], best[i + 1][j], both)
+    kept, i, j = [], len(before), len(after)
+    while i and j:
+        if best[i][j] == best[i - 1][j]:
+            i -= 1
+        elif best[i][j] == best[i][j - 1]:
+            j -= 1
+        else:
+            i, j = i - 1, j - 1
+            kept.append((i, j))
+    return kept[::-1]
 
 
 def changed_lines(old, new):

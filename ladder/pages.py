@@ -247,13 +247,19 @@ def find_hunks(block, texts):
     except InputError as error:
         raise block.wrong(error) from None
     for text in texts:
-        have = [x for x in there if any(text in line[1:] for line in x.lines)]
+        have = [x for x in there if has(x, text)]
         if len(have) != 1:
             where = f"the diff from {block.old} to {block.new}"
             raise block.wrong(f"{text!r} is in {len(have)} hunks of {where}, not 1")
         block.hunks += have
     if texts and not block.heading:
         raise block.wrong("there is no heading above these hunks")
+
+
+def has(hunk, text):
+    """Whether a text is in a hunk. `Block.forward: text` is in that function alone."""
+    text = text.removeprefix(f"{hunk.scope}: ")
+    return any(text in line[1:] for line in hunk.lines)
 
 
 def find_end(block, lines):

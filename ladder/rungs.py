@@ -59,7 +59,8 @@ def commands(name):
     """The shell commands in the rung's docstring, as lists of words."""
     lines = docstring(ROOT / name).splitlines()
     starts = ("python ", "torchrun ")
-    return [shlex.split(line) for line in lines if line.startswith(starts)]
+    lines = [line for line in lines if line.startswith(starts)]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def find_children(*patterns):

@@ -4,8 +4,18 @@ import ast
 
 import pytest
 
-from ladder.diffs import changed_lines, hunks, unified
-from ladder.rungs import ALL_EDGES, PARENTS, ROOT, RUNGS, SEQUELS, commands, docstring
+from ladder.diffs import by_function, changed_lines, hunks, unified
+from ladder.rungs import (
+    ALL_EDGES,
+    EDGES,
+    PARENTS,
+    ROOT,
+    RUNGS,
+    SEQUELS,
+    commands,
+    docstring,
+    read_lines,
+)
 
 BUDGETS = {  # changed lines, blank ones apart; a variant has 40
     ("single_gpu.py", "multigpu.py"): 48,
@@ -55,6 +65,84 @@ def test_a_long_file_has_no_blank_line_for_a_change():
     assert heads[:3] == ["@@ -1 +1 @@", "@@ -3 +3 @@", "@@ -6,0 +7 @@"]
 
 
+PARENT = """class Trainer:
+    def train(self):
+        for epoch in range(9):
+            self.run_epoch(epoch)
+            if last:
+                self.save()
+
+    def run_epoch(self, epoch):
+        self.seed(epoch)
+        self.model.train()
+        return self.loss
+
+    def log(self):
+        print(
+            self.loss
+        )
+        self.flush()
+"""
+CHILD = """class Trainer:
+    def train(self):
+        while True:
+            self.run_steps()
+            self.save()
+
+    def run_steps(self):
+        for _ in range(9):
+            if stop:
+                self.save()
+        self.model.train()
+        return self.loss
+
+    def log(self):
+        self.flush()
+        send(
+            1
+        )
+
+    def draw(self):
+        return 1
+
+
+class Other:
+    def one(self):
+        return 1
+
+    def two(self):
+        return 2
+"""
+
+
+def test_the_diff_of_a_sequel_goes_function_by_function(tmp_path):
+    """A renamed function stays one, and a new function or class is a change of its own.
+
+    difflib would pair the `self.save()` of `train` with that of `run_steps`, and rather
+    a bracket than `self.flush()`.
+    """
+    (tmp_path / "old.py").write_text(PARENT)
+    (tmp_path / "new.py").write_text(CHILD)
+    changes = by_function(str(tmp_path / "old.py"), str(tmp_path / "new.py"))
+    lines = CHILD.splitlines()
+    shown = [[x.strip() for x in lines[j1:j2] if x] for *_, j1, j2 in changes]
+    assert [(x[0], x[-1]) for x in shown if x] == [
+        ("while True:", "self.save()"),
+        ("def run_steps(self):", "self.save()"),
+        ("send(", ")"),
+        ("def draw(self):", "return 1"),
+        ("class Other:", "return 2"),
+    ]
+
+
+@pytest.mark.parametrize(("parent", "child"), EDGES)
+def test_function_by_function_no_line_is_lost(parent, child):
+    old, new = (read_lines(name) for name in (parent, child))
+    for i1, i2, j1, j2 in reversed(by_function(parent, child)):
+        old[i1:i2] = new[j1:j2]
+    assert old == new
+
+
 def test_the_root_holds_three_scripts():
     trunk = ["multigpu.py", "multinode.py", "single_gpu.py"]
     assert [name for name in RUNGS if "/" not in name] == trunk
@@ -78,7 +166,7 @@ def test_no_noise(parent, child):
     if child in RUNGS:
         assert not [x for x in removed if x.startswith("#")]
     assert not [x for hunk in hunks(parent, child) for x in left_alone(hunk.removed)]
-    moved = set(removed) & set(added) - {")"}  # which ends many a call
+    moved = set(removed) & set(added) - {")", '"""'}  # which end many a text
     indented = {x for x in moved if not_only_indented(x, parent, child)}
     assert not indented
 

@@ -50,8 +50,10 @@ def test_the_readme_lists_every_rung_with_its_command(name):
 )
 def test_a_page_has_each_command_of_mingpt(name):
     """So that website.build runs it, or parses its flags if it is not run."""
-    listed = [text for page in PAGES for _, text, _ in parse(page).commands]
-    listed += [x.text for page in PAGES for x in parse(page).blocks if x.kind == "run"]
+    pages = [parse(page) for page in PAGES]
+    listed = [text for page in pages for _, text, _ in page.commands]
+    listed += [x.text for page in pages for x in page.blocks if x.kind == "run"]
+    listed = [re.sub("[\"']", "", text) for text in listed]
     for words in commands(name):
         assert " ".join(words) in listed, f"no page has the command {' '.join(words)}"
 
@@ -355,6 +357,20 @@ def test_a_diff_may_show_only_lines_that_match(copy):
         "+        output = self.ddp_model(source)",
         "```",
     ]
+
+
+@pytest.mark.text
+def test_a_text_may_say_in_which_function_it_stands(copy):
+    """Where lines of several functions have changed in the same way."""
+    (copy / "docs/old.py").write_text("def f(x):\n    a\n\n\ndef g(x):\n    a\n")
+    (copy / "docs/new.py").write_text("def f(x):\n    b\n\n\ndef g(x):\n    b\n")
+    marker = "# Page\n\n<!-- diff docs/old.py docs/new.py: {} -->\n<!-- end -->\n"
+    (copy / "docs/page.md").write_text(marker.format("`f: b` `g: b`"))
+    assert build(copy, "--diffs") == (0, "")
+    assert (copy / "docs/page.md").read_text().count("@@ change ") == 2
+    (copy / "docs/page.md").write_text(marker.format("`b`"))
+    status, said = build(copy, "--diffs")
+    assert (status, "'b' is in 2 hunks" in said) == (2, True)
 
 
 @pytest.mark.text

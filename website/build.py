@@ -12,7 +12,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- diff -U0 OLD NEW -->               ... without lines of context
     <!-- diff (show `x` `y`) OLD NEW -->    ... only changed lines that match x or y
                                             (regular expressions)
-    <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them
+    <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them; of
+                                            several, `Class.method: text` is one
     <!-- rungs -->                          the table of the rungs
     <!-- contents -->                       the list of all pages, by group
     <!-- choices -->                        the questions of ladder/choices.py
