@@ -1,21 +1,23 @@
 """Text to tokens, and tokens to batches.
 
-python -m mingpt.data                        # what every Python carries: its manual
-python -m mingpt.data mytext.txt books/ 'more/**/*.txt' --tokenizer tokenizer.json
+python -m mingpt.data
+python -m mingpt.data mytext.txt books 'more/**/*.txt' --tokenizer tokenizer.json
 
-The trainer encodes the text itself. Type these commands if you want to encode it before
-a job starts on the cluster.
+The trainer encodes a text when it first sees it. These commands do only that, so that
+you can encode a large text before a job starts. Without a path, the text is what every
+Python carries: its manual.
 
-The text is split before it is encoded: its end, a tenth of it and at most about 1 MB,
-is for validation. So the validation text is the same for each tokenizer, and losses in
-bits per byte compare. Nothing in the text is changed: a CRLF stays a CRLF, a byte order
-mark (BOM) stays a character.
+The text is split before it is encoded: its end is for validation, a tenth of it and at
+most about 1 MB. So the validation text is the same for all tokenizers, and you can
+compare their losses in bits per byte. Nothing in the text is changed: CRLF stays CRLF,
+and a byte order mark (BOM) stays a character.
 """
 
 import argparse
 import codecs
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import io
@@ -34,10 +36,10 @@ from torch.utils.data import Dataset, Sampler
 
 import utils
 
-FORMAT = 1  # of the files in the cache: raise it if they or the split change
-CHUNK = 1 << 16  # bytes that are read and encoded in one piece
+FORMAT = 1  # of the files in the cache: raise it if they, or the split, change
+PIECE = 1 << 16  # bytes that are read, and encoded, at a time
 MAX_VALIDATION = 1 << 20  # bytes: an exact loss over more takes long and says no more
-BUILT_IN = ("python-docs", "python-source")
+ROUNDS = 8  # of `permute`: with 4, some orders of a few windows come too often
 
 
 # Find the text
@@ -45,7 +47,7 @@ BUILT_IN = ("python-docs", "python-source")
 
 @dataclasses.dataclass
 class Document:
-    """The bytes from `start` to `stop` of a file, or of `data`."""
+    """The bytes from `start` to `stop` of a file, or of `data`; UTF-8."""
 
     name: str
     data: bytes | None = None
@@ -55,140 +57,133 @@ class Document:
     def __len__(self):
         return self.stop - self.start
 
-    def read(self, size=CHUNK):
-        """Yield its bytes in pieces."""
+    def read(self):
+        """Yield the bytes in pieces."""
         try:
             with (
                 open(self.name, "rb") if self.data is None else io.BytesIO(self.data)
             ) as file:
                 file.seek(self.start)
                 left = len(self)
-                while left and (piece := file.read(min(size, left))):
+                while left and (piece := file.read(min(PIECE, left))):
                     left -= len(piece)
                     yield piece
         except OSError as error:
             utils.fail(f"cannot read {self.name}: {error.strerror}")
 
-    def text(self):
-        """Yield its characters in pieces, or end with the place of a bad byte."""
+    def text(self, digest=None):
+        """Yield the characters in pieces; `digest`, of hashlib, gets their bytes."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        done, line = self.start, 1  # bytes that are decoded, and the line they end in
+        done, line = self.start, 1  # bytes that are decoded, and in which line they end
         for piece in itertools.chain(self.read(), [b""]):
-            pending = decoder.getstate()[0]
+            if digest:
+                digest.update(piece)
+            pending = len(decoder.getstate()[0])  # the first bytes of a character
             try:
                 text = decoder.decode(piece, final=not piece)
             except UnicodeDecodeError as error:
-                good = error.object[: error.start]
+                line += error.object.count(b"\n", 0, error.start)
                 utils.fail(
-                    f"{self.name} is not UTF-8: line {line + good.count(10)}, byte"
+                    f"{self.name} is not UTF-8: in line {line}, byte"
                     f" {done + error.start + 1} of the file is"
                     f" 0x{error.object[error.start]:02x}"
                 )
-            done += len(pending) + len(piece) - len(decoder.getstate()[0])
+            done += pending + len(piece) - len(decoder.getstate()[0])
             line += text.count("\n")
             yield text
 
 
 @dataclasses.dataclass
 class Text:
-    """Documents, none of them empty, in their order; a newline stands between two."""
+    """Documents in their order, none of them empty. A newline stands between two."""
 
+    name: str
     documents: list[Document]
-    checksum: str  # of their contents
+    checksum: str  # of all documents
 
     def __len__(self):
-        """In bytes."""
+        """How many bytes it has."""
         return sum(map(len, self.documents)) + max(0, len(self.documents) - 1)
 
     def split(self, fraction):
-        """Two Texts: what trains, and the end, which validates.
+        """Two Texts: the beginning, to train on, and the end, to validate on.
 
-        The cut is at the end of a line, or between two characters where no line ends
-        for long. A newline between two documents at the cut belongs to neither part.
+        The cut is where a line or a document ends. If no line ends for long, it is
+        between two characters. A newline that stands between two documents at the cut
+        belongs to neither Text.
         """
-        size = min(max(1, int(fraction * len(self))), MAX_VALIDATION)
-        documents = list(self.documents)
-        validation = []
-        while len(documents[-1]) < size:
-            validation.insert(0, documents.pop())
-            size -= len(validation[0]) + 1
-        last = documents.pop()
-        cut = last.stop - max(size, 0)
-        if size > 0:
-            cut = line_end(last, cut, size // 2)
-        if cut > last.start:
-            documents.append(dataclasses.replace(last, stop=cut))
-        if cut < last.stop:
-            validation.insert(0, dataclasses.replace(last, start=cut))
-        return Text(documents, self.checksum), Text(validation, self.checksum)
+        size = min(max(1, int(fraction * len(self))), MAX_VALIDATION, len(self) - 1)
+        train, val = list(self.documents), []
+        while len(train[-1]) <= size:
+            val.insert(0, train.pop())
+            size -= len(val[0]) + 1
+        if size > 0:  # of the last document that is left
+            last = train.pop()
+            cut = find_cut(last, last.stop - size, at_a_line=bool(val))
+            train.append(dataclasses.replace(last, stop=cut))
+            if cut < last.stop:
+                val.insert(0, dataclasses.replace(last, start=cut))
+        return (dataclasses.replace(self, documents=x) for x in (train, val))
 
 
-def line_end(document, start, length):
-    """The end of the first line that ends in `length` bytes from `start`.
+def find_cut(document, start, at_a_line):
+    """Where the first line ends after the byte `start`.
 
-    If there is none, the first place from `start` on at which a character begins.
+    If only the second half of what follows has such a place, or nothing has it, then
+    where the first character begins. This does not hold for `at_a_line`.
     """
-    part = dataclasses.replace(document, start=start)
-    head = b"".join(part.read())
-    end = head[:length].find(b"\n")
+    after = b"".join(dataclasses.replace(document, start=start).read())
+    end = after.find(b"\n", 0, len(after) if at_a_line else len(after) // 2)
     if end >= 0:
         return start + end + 1
-    inside = itertools.takewhile(lambda byte: byte & 0xC0 == 0x80, head)
-    return start + len(list(inside))
+    if at_a_line:
+        return document.stop
+    while after and after[0] & 0xC0 == 0x80:  # inside a character
+        after = after[1:]
+    return document.stop - len(after)
 
 
 def load_text(paths="python-docs"):
-    """The `Text` of one path or several; else one line and exit status 2.
+    """The `Text` of one path or of several; else one line and exit status 2.
 
-    A path is a file, a folder with all that is in it and not hidden, a glob, or
-    python-docs (`pydoc_data.topics`, about 0.5 MB) or python-source (the standard
-    library without its tests, about 12 MB). Each file counts once, and files are sorted
-    by name, so that the order is the same on every machine.
+    A path is a file, a folder, a glob, python-docs (`pydoc_data.topics`, about 0.5 MB)
+    or python-source (the standard library without its tests, about 12 MB). A folder is
+    all files in it and below it whose names do not begin with a dot.
 
-    All of it is read once, for its checksum and to find bytes that are not UTF-8.
+    The files are sorted by name, whatever the order of the paths is, so that it is the
+    same on every machine. A file counts once, also if several paths or links lead to
+    it: it would train and validate.
+
+    The whole text is read once, for its checksum and to find what is not UTF-8.
     """
-    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    documents = []
-    for path in map(os.fspath, paths):
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    paths = [os.fspath(path) for path in paths]
+    found = []
+    for path in paths:
         if path == "python-docs":
-            documents.append(python_docs())
+            found.append(python_docs())
         elif path == "python-source":
-            documents += map(Document, python_source())
+            found += map(Document, python_source())
         else:
-            documents += map(Document, find_files(path))
-    # A file that is named twice would train and validate.
-    documents = {os.path.realpath(x.name): x for x in documents}.values()
-    documents = sorted(documents, key=lambda x: x.name.replace(os.sep, "/"))
+            found += map(Document, find_files(path))
+    documents = {}
+    for document in sorted(found, key=lambda x: x.name.replace(os.sep, "/")):
+        documents.setdefault(os.path.realpath(document.name), document)
     digest = hashlib.sha256()
-    for document in documents:
-        scan(document, digest)
-    documents = [x for x in documents if len(x)]
+    for document in documents.values():
+        document.stop = find_size(document)
+        digest.update(b"%d " % len(document))
+        for _ in document.text(digest):
+            pass
+    documents = [x for x in documents.values() if len(x)]
+    name = ", ".join(paths)
     if not documents:
-        utils.fail(f"there is no text in {', '.join(map(str, paths))}")
-    return Text(documents, digest.hexdigest())
-
-
-def scan(document, digest):
-    """Set the size of a document, check that it is UTF-8, feed it to `digest`."""
-    if document.data is None:
-        try:
-            status = os.stat(document.name)
-        except OSError as error:
-            utils.fail(f"cannot read {document.name}: {error.strerror}")
-        if not stat.S_ISREG(status.st_mode):  # a pipe can be read only once
-            utils.fail(f"cannot read {document.name}: that is no regular file")
-        document.stop = status.st_size
-    else:
-        document.stop = len(document.data)
-    digest.update(b"%d " % len(document))
-    for piece in document.read():
-        digest.update(piece)
-    for _ in document.text():
-        pass
+        utils.fail(f"there is no text in {name}")
+    return Text(name, documents, digest.hexdigest())
 
 
 def find_files(path):
-    """The files that a path names: itself, those in a folder, those a glob matches."""
+    """The files that a path names."""
     if os.path.isdir(path):
         return files_below(path)
     if os.path.lexists(path):
@@ -196,73 +191,114 @@ def find_files(path):
     found = glob.glob(path, recursive=True)
     if not found:
         utils.fail(f"there is no {path}")
-    # A pattern with ** matches folders, and what is in them as well.
-    if "**" in path:
-        return [x for x in found if not os.path.isdir(x)]
+    if "**" in path:  # it matches folders and what is in them, loops included
+        return [x for x in found if os.path.isfile(x)]
     return [file for x in found for file in find_files(x)]
 
 
-def files_below(folder, seen=()):
-    """All files below a folder that are not hidden; a link to a folder is followed."""
-    here = os.path.realpath(folder)
-    if here in seen:  # a link to a folder above itself
-        return
-    try:
-        entries = sorted(os.scandir(folder), key=lambda x: x.name)
-    except OSError as error:
-        utils.fail(f"cannot read {folder}: {error.strerror}")
-    for entry in entries:
-        if entry.name.startswith("."):
+def files_below(folder):
+    """The files in a folder and below it that are not hidden. Links are followed."""
+
+    def stop(error):
+        utils.fail(f"cannot read {error.filename}: {error.strerror}")
+
+    files, seen = [], set()
+    for here, folders, names in os.walk(folder, onerror=stop, followlinks=True):
+        if os.path.realpath(here) in seen:  # a link may lead to a folder above it
+            folders.clear()
             continue
-        if os.path.isdir(entry.path):
-            yield from files_below(entry.path, (*seen, here))
-        else:
-            yield entry.path
+        seen.add(os.path.realpath(here))
+        folders[:] = sorted(x for x in folders if not x.startswith("."))
+        files += [os.path.join(here, x) for x in names if not x.startswith(".")]
+    return files
+
+
+def find_size(document):
+    """The bytes of a document, or one line and exit status 2 if it is no file."""
+    if document.data is not None:
+        return len(document.data)
+    try:
+        status = os.stat(document.name)
+    except OSError as error:
+        utils.fail(f"cannot read {document.name}: {error.strerror}")
+    if not stat.S_ISREG(status.st_mode):  # a pipe can be read only once
+        utils.fail(f"cannot read {document.name}: it is not a regular file")
+    return status.st_size
 
 
 def python_docs():
-    """Python's manual as far as `help()` shows it."""
+    """The manual that `help()` shows."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         utils.fail(
-            "this Python came without pydoc_data, the default text: name another one,"
-            " such as --data python-source"
+            "this Python came without pydoc_data, which is the default text. Choose"
+            " another text: python-source, or a file of yours"
         )
     text = "\n".join(topics[name] for name in sorted(topics))
     return Document("python-docs", text.encode())
 
 
 def python_source():
-    """The files of the standard library, but those of its tests."""
+    """The files of the standard library, except its tests."""
     folder = sysconfig.get_path("stdlib")
-    no_text = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    found = []
-    for path, folders, names in os.walk(folder):
-        folders[:] = set(folders) - no_text
-        found += [os.path.join(path, name) for name in names if name.endswith(".py")]
-    if not found:
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = set(folders) - left_out
+        files += [os.path.join(here, name) for name in names if name.endswith(".py")]
+    if not files:
         utils.fail(f"python-source: there is no .py file in {folder}")
-    return found
+    return files
 
 
 # Turn text into numbers
 
 
-class CharTokenizer:
-    """A token is a character; `chars` has each of them once."""
+class ByteTokenizer:
+    """A token is a byte of the text in UTF-8."""
 
-    separator = None
+    vocab_size = 256
+    separator = None  # the token between two documents, if it is no newline
+
+    def array(self, text):
+        # An argument that is not UTF-8 arrives in surrogates: they become bytes again.
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+    def encode(self, text):
+        return self.array(text).tolist()
+
+    def decode(self, ids):
+        return bytes(map(int, ids)).decode("utf-8", "replace")
+
+    def state(self):
+        return {"kind": "bytes"}
+
+    def pieces(self, texts):
+        """The same text in pieces that are encoded one by one."""
+        return texts
+
+    def arrays(self, pieces):
+        """The tokens of each piece, and whether they decode to just these pieces."""
+        return [self.array(piece) for piece in pieces], True
+
+    def first_bytes(self, text):
+        """How many bytes of the text its first token stands for."""
+        return min(1, len(text))
+
+
+class CharTokenizer(ByteTokenizer):
+    """A token is a character. `chars` has each character of the vocabulary once."""
 
     def __init__(self, chars):
         self.chars = chars
         self.vocab_size = len(chars)
-        self.table = np.full(0x110000, -1, np.int32)  # of each code point, the token
+        self.table = np.full(0x110000, -1, np.int32)  # the token of each code point
         self.table[code_points(chars)] = np.arange(len(chars))
 
     @classmethod
     def of(cls, text):
-        """The tokenizer of all characters of a `Text`, validation included."""
+        """The tokenizer of all characters of a `Text`, its end included."""
         seen = np.zeros(0x110000, bool)
         seen[ord("\n")] = len(text.documents) > 1
         for document in text.documents:
@@ -272,17 +308,14 @@ class CharTokenizer:
 
     def array(self, text):
         tokens = self.table[code_points(text)]
-        if tokens.size and tokens.min() < 0:
-            char = text[int(tokens.argmin())]
-            name = unicodedata.name(char, "no name")
+        if len(tokens) and tokens.min() < 0:
+            char = text[tokens.argmin()]
             utils.fail(
-                f"the vocabulary has no {char!r} (U+{ord(char):04X}, {name}): it has"
-                f" the {self.vocab_size} characters of the text it was made from"
+                f"the vocabulary has no {char!r} (U+{ord(char):04X},"
+                f" {unicodedata.name(char, 'without a name')}): it has only the"
+                " characters of the text that it was made from"
             )
         return tokens
-
-    def encode(self, text):
-        return self.array(text).tolist()
 
     def decode(self, ids):
         return "".join(self.chars[i] for i in ids)
@@ -290,64 +323,39 @@ class CharTokenizer:
     def state(self):
         return {"kind": "chars", "chars": self.chars}
 
-    def pieces(self, texts):
-        """The same text in pieces that can be encoded one by one."""
-        return texts
-
-    def arrays(self, pieces):
-        """The tokens of a few pieces: an array of each."""
-        return [self.array(piece) for piece in pieces]
-
     def first_bytes(self, text):
-        """How many bytes of `text` its first token stands for."""
         return len(text[:1].encode())
 
 
-class ByteTokenizer(CharTokenizer):
-    """A token is a byte of the text's UTF-8."""
-
-    vocab_size = 256
-
-    def __init__(self):
-        pass
-
-    def array(self, text):
-        # What was typed as no UTF-8 comes in surrogates: the bytes come back from them.
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-
-    def decode(self, ids):
-        return bytes(ids).decode("utf-8", "replace")
-
-    def state(self):
-        return {"kind": "bytes"}
-
-    def first_bytes(self, text):
-        return min(1, len(text))
+def code_points(text):
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 class FileTokenizer:
-    """A tokenizer from the text of a file of `tokenizers`, such as tokenizer.json.
+    """A tokenizer of the package `tokenizers`, from the content of its JSON file.
 
-    https://huggingface.co/docs/tokenizers. The name of a special token in a text, such
-    as <|endoftext|>, is encoded as this token. No special tokens are added.
+    It adds no special tokens. Where the text has the name of one, such as
+    <|endoftext|>, this is encoded as the special token.
+    https://huggingface.co/docs/tokenizers
     """
 
-    # In front of a white space and after a letter or digit, all tokenizers end a token.
+    # All up to the last letter or digit in front of a white space. There, a token ends.
     CUT = re.compile(r".*[^\W_](?=\s)", re.DOTALL)
 
-    def __init__(self, json_text, name="the tokenizer"):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # or a fork would warn
+    def __init__(self, content, name="the tokenizer"):
+        # Unless told, the package warns in each process that forks, as loaders do.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
             from tokenizers import Tokenizer
         except ImportError:
             utils.fail(f"{name} needs a package. Type: pip install tokenizers")
         try:
-            self.tokenizer = Tokenizer.from_str(json_text)
+            self.tokenizer = Tokenizer.from_str(content)
         except Exception as error:  # the package raises nothing more exact
-            utils.fail(f"{name} is no tokenizer file: {error}")
-        self.tokenizer.no_truncation()  # or all after the first so many tokens is lost
+            utils.fail(f"{name} is no file of the package tokenizers: {error}")
+        self.tokenizer.no_truncation()  # some files ask for the first 512 tokens only
         self.tokenizer.no_padding()
-        # Numbers may be left out, so that there are fewer tokens than the last says.
+        # If numbers are missing, there are fewer tokens than the highest number says.
         self.vocab_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
         self.separator = self.tokenizer.token_to_id("<|endoftext|>")
 
@@ -361,17 +369,18 @@ class FileTokenizer:
     def state(self):
         return {"kind": "file", "json": self.tokenizer.to_str()}
 
+    @functools.cached_property
     def can_be_cut(self):
-        """Whether the tokens of a text are those of its pieces.
+        """Whether the tokens of a text are those of its pieces, if it is cut at `CUT`.
 
-        A few tokenizers mark the beginning of each text that they get, as Llama's.
+        Some tokenizers put a mark in front of each text that they get, as Llama 2's.
         """
-        parts = "One, two", "\nthree", " four"
-        return self.encode("".join(parts)) == sum(map(self.encode, parts), [])
+        pieces = "One, two", "\nthree", " four"
+        return self.encode("".join(pieces)) == sum(map(self.encode, pieces), [])
 
     def pieces(self, texts):
-        """The same text, cut where the tokens do not depend on the cut."""
-        rest, goal = "", CHUNK if self.can_be_cut() else float("inf")
+        """The same text, cut where this does not change the tokens, or nowhere."""
+        rest, goal = "", PIECE if self.can_be_cut else float("inf")
         for text in texts:
             rest += text
             if len(rest) < goal:
@@ -380,36 +389,54 @@ class FileTokenizer:
             if piece:
                 yield piece[0]
                 rest = rest[piece.end() :]
-            goal = CHUNK if piece else 2 * len(rest)
+            goal = PIECE if piece else 2 * len(rest)
         yield rest
 
     def arrays(self, pieces):
         encoded = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
-        return [np.array(x.ids, np.uint32) for x in encoded]
+        ids = [x.ids for x in encoded]
+        decoded = self.tokenizer.decode_batch(ids, skip_special_tokens=False)
+        # Some tokenizers decode without the space at the beginning.
+        exact = all(
+            x.removeprefix(" ") == y.removeprefix(" ")
+            for x, y in zip(decoded, pieces, strict=True)
+        )
+        return [np.array(x, np.uint32) for x in ids], exact
 
     def first_bytes(self, text):
         encoded = self.tokenizer.encode(text, add_special_tokens=False)
         if not encoded.ids:
             return 0
-        token = encoded.tokens[0]
-        decoder = self.tokenizer.decoder
-        if (
-            type(decoder).__name__ == "ByteLevel"
-            and encoded.special_tokens_mask[0] == 0
-        ):
-            return len(token)  # there each character stands for a byte
-        return len(text[: encoded.offsets[0][1]].encode())
-
-
-def code_points(text):
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        token, end = encoded.tokens[0], encoded.offsets[0][1]
+        if type(self.tokenizer.decoder).__name__ == "ByteLevel":
+            # A character of the token is a byte. Ġ is a space, or put in front.
+            return len(token) - (token[0] == "Ġ" and text[0] != " ")
+        if len(encoded.ids) > 1 and encoded.offsets[1][0] < end:
+            # The first two share a character: a byte of it, or a mark in front of it.
+            return int(token.startswith("<0x"))
+        return len(text[:end].encode())
 
 
 def make_tokenizer(state):
     """The tokenizer whose `state()` this is."""
+    if state["kind"] == "bytes":
+        return ByteTokenizer()
     if state["kind"] == "chars":
         return CharTokenizer(state["chars"])
-    return ByteTokenizer() if state["kind"] == "bytes" else FileTokenizer(state["json"])
+    return FileTokenizer(state["json"])
+
+
+def read_tokenizer(path):
+    """The tokenizer in a file; else one line and exit status 2."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return FileTokenizer(file.read(), path)
+    except FileNotFoundError:
+        utils.fail(f"--tokenizer {path}: choose chars, bytes, or a file that exists")
+    except OSError as error:
+        utils.fail(f"cannot read {path}: {error.strerror}")
+    except UnicodeDecodeError:
+        utils.fail(f"{path} is no file of the package tokenizers: it is not UTF-8")
 
 
 # Encode once
@@ -417,16 +444,17 @@ def make_tokenizer(state):
 
 @dataclasses.dataclass
 class Corpus:
-    """A text as tokens. `train` and `val` are 1-D arrays, mapped from files.
+    """A text as tokens. `train` and `val` are 1-D arrays that are mapped from files.
 
-    Their dtype is uint16, or uint32 for more than 65536 tokens. `val_bytes`: how many
-    bytes of text the tokens of `val` stand for, without the first one, which nothing
-    predicts. `checksum`: of the tokens and the vocabulary. Ranks compare it.
+    Their dtype is uint16, or uint32 if there are more than 65536 kinds of tokens.
+    `val_bytes` is how many bytes of the text the tokens of `val` stand for, without the
+    first token, which nothing predicts. `checksum` is of the tokens and the vocabulary:
+    ranks compare it. `description` is a line for people.
     """
 
     train: np.ndarray
     val: np.ndarray
-    tokenizer: object
+    tokenizer: ByteTokenizer | CharTokenizer | FileTokenizer
     vocab_size: int
     val_bytes: int
     checksum: str
@@ -434,52 +462,51 @@ class Corpus:
 
 
 def prepare(paths="python-docs", tokenizer="chars", cache="tokens", val_fraction=0.1):
-    """The `Corpus` of a text, encoded or from the cache; else one line, exit status 2.
+    """The `Corpus` of a text, from the cache if it is there; else one line and exit 2.
 
-    `tokenizer`: chars, bytes, or a file. Between two files of the text stands the token
-    <|endoftext|> if the tokenizer has it, else a newline.
+    `tokenizer`: chars, bytes, a file, or the `state()` of a tokenizer. Between two
+    files of the text stands the token <|endoftext|>, or a newline if the tokenizer does
+    not have this token.
 
-    One process of a machine encodes while the others wait. The files in the folder
-    `cache` have a name that follows from the content of the text and of the tokenizer's
-    file: what was encoded for another text is never taken.
+    One process of a machine encodes while the others wait. The names in the folder
+    `cache` follow from the content of the text and from the tokenizer, so that nobody
+    takes the tokens of another text. You can delete the folder when no run uses it.
     """
     if not 0 < val_fraction < 1:
-        utils.fail(
-            f"the fraction to validate on is {val_fraction}, not between 0 and 1"
-        )
+        utils.fail(f"val_fraction is {val_fraction}: choose one between 0 and 1")
     text = load_text(paths)
-    tokenizer_file = None
-    if tokenizer not in ("chars", "bytes"):
-        tokenizer_file = read_tokenizer_file(tokenizer)
-    key = [FORMAT, text.checksum, tokenizer_file or tokenizer, val_fraction]
-    fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    place = os.path.join(cache, fingerprint)
+    if isinstance(tokenizer, dict):
+        tokenizer = make_tokenizer(tokenizer)
+    elif tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
+    elif tokenizer == "chars":
+        tokenizer = None  # its vocabulary follows from the text
+    else:
+        tokenizer = read_tokenizer(tokenizer)
+    state = tokenizer.state() if tokenizer else "chars"
+    key = json.dumps([FORMAT, text.checksum, state, val_fraction])
+    place = os.path.join(cache, hashlib.sha256(key.encode()).hexdigest()[:16])
     try:
         found = read_cache(place)
         if not found:
             os.makedirs(cache, exist_ok=True)
-            with locked(place + ".lock"):
-                found = read_cache(place)  # another process may have been quicker
+            with locked(f"{place}.lock"):
+                found = read_cache(place)  # another process may have written it
                 if not found:
-                    encode(text, tokenizer, tokenizer_file, val_fraction, place)
-                    if load_text(paths).checksum != text.checksum:
-                        os.remove(place + ".json")
-                        utils.fail("the text has changed while it was encoded")
+                    encode(text, tokenizer, val_fraction, place, paths)
                     found = read_cache(place)
     except OSError as error:
-        utils.fail(f"cannot write the tokens to {cache}: {error.strerror}")
+        utils.fail(f"cannot keep the tokens in {cache}: {error.strerror}")
     facts, train, val = found
-    tokenizer = make_tokenizer(facts["tokenizer"])
-    names = ", ".join([paths] if isinstance(paths, str) else map(str, paths))
+    tokenizer = tokenizer or make_tokenizer(facts["tokenizer"])
     description = (
-        f"{names}: {len(text):,} bytes in {len(text.documents):,} files,"
-        f" {len(train):,} tokens to train on, {len(val):,} to validate on, of"
-        f" {tokenizer.vocab_size:,} kinds"
+        f"{text.name}: {len(text):,} bytes, {len(train):,} tokens to train on,"
+        f" {len(val):,} to validate on, vocabulary of {tokenizer.vocab_size:,}"
     )
     if not facts["exact"]:
         description += (
-            ". The tokenizer does not give all of the text back: bits per byte do not"
-            " compare with those of other tokenizers"
+            ". Some of the text is lost: the tokenizer does not decode to what it"
+            " encoded, and bits per byte do not compare"
         )
     return Corpus(
         train,
@@ -492,62 +519,53 @@ def prepare(paths="python-docs", tokenizer="chars", cache="tokens", val_fraction
     )
 
 
-def read_tokenizer_file(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        utils.fail(f"--tokenizer {path}: choose chars, bytes, or a file that exists")
-    except OSError as error:
-        utils.fail(f"cannot read {path}: {error.strerror}")
-    except UnicodeDecodeError:
-        utils.fail(f"{path} is no tokenizer file: it is not UTF-8")
-
-
 @contextlib.contextmanager
 def locked(path):
-    """Only one process of a machine at a time is in the block.
+    """Let one process of a machine at a time into the block.
 
-    The kernel ends the lock of a process that dies, so that nobody waits for it. Where
-    there are no locks, several processes do the same work, and each does it well.
+    If a process dies, the kernel ends its lock, so that nobody waits for it. On a file
+    system without locks, several processes do the same work and replace equal files.
     """
     with open(path, "w") as file:
         if utils.fcntl:
             with contextlib.suppress(OSError):
-                utils.fcntl.flock(file, utils.fcntl.LOCK_EX)
+                try:
+                    utils.fcntl.flock(file, utils.fcntl.LOCK_EX | utils.fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if os.environ.get("LOCAL_RANK", "0") == "0":
+                        utils.say("waiting for another process that encodes the text")
+                    utils.fcntl.flock(file, utils.fcntl.LOCK_EX)
         yield
 
 
 def read_cache(place):
-    """(facts, train, val) if all of it is there, else None."""
+    """(facts, train, val), or None unless all of it is there."""
     try:
-        with open(place + ".json", encoding="utf-8") as file:
+        with open(f"{place}.json", encoding="utf-8") as file:
             facts = json.load(file)
+        dtype = np.dtype(facts["dtype"])
         parts = []
-        for part in ("train", "val"):
-            path, dtype = f"{place}.{part}.bin", np.dtype(facts["dtype"])
-            size = facts[part] * dtype.itemsize
-            if os.path.getsize(path) != size:
+        for name in ("train", "val"):
+            path, length = f"{place}.{name}.bin", facts[name]
+            if os.path.getsize(path) != length * dtype.itemsize:
                 return None
-            empty = np.zeros(0, dtype)  # an empty file cannot be mapped
-            parts.append(np.memmap(path, dtype, "r") if size else empty)
+            empty = np.zeros(0, dtype)  # a file without bytes cannot be mapped
+            parts.append(np.memmap(path, dtype, "r") if length else empty)
         return facts, *parts
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
 
 
-def encode(text, kind, tokenizer_file, val_fraction, place):
-    """Write the tokens of both parts, and last the facts, which say that all is whole.
+def encode(text, tokenizer, val_fraction, place, paths):
+    """Write the tokens of both parts and, at last, the facts that make them count.
 
-    Each file is renamed into place when it is complete: a kill leaves nothing that
-    the next run takes for the whole.
+    Each file is renamed into place when it is whole. So a kill leaves nothing that the
+    next run would take, and the next run removes what it leaves.
     """
-    if kind == "chars":
-        tokenizer = CharTokenizer.of(text)
-    elif kind == "bytes":
-        tokenizer = ByteTokenizer()
-    else:
-        tokenizer = FileTokenizer(tokenizer_file, kind)
+    folder = glob.escape(os.path.dirname(place))
+    for left_over in glob.glob(f"{folder}/*.????????.tmp"):
+        utils.remove_left_over(left_over[: -len(".12345678.tmp")])
+    tokenizer = tokenizer or CharTokenizer.of(text)
     state = tokenizer.state()
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     facts = {"dtype": dtype.str, "tokenizer": state, "exact": True}
@@ -557,9 +575,9 @@ def encode(text, kind, tokenizer_file, val_fraction, place):
         facts[name] = 0
         with utils.replacing(f"{place}.{name}.bin") as file:
             for tokens, exact in encode_part(part, tokenizer):
-                tokens = tokens.astype(dtype)
-                file.write(tokens.data)
-                digest.update(tokens.data)
+                data = tokens.astype(dtype).tobytes()
+                file.write(data)
+                digest.update(data)
                 facts[name] += len(tokens)
                 facts["exact"] &= exact
     facts["val_bytes"] = len(val)
@@ -567,53 +585,55 @@ def encode(text, kind, tokenizer_file, val_fraction, place):
         first = next(tokenizer.pieces(val.documents[0].text()))
         facts["val_bytes"] -= tokenizer.first_bytes(first)
     facts["checksum"] = digest.hexdigest()[:16]
-    with utils.replacing(place + ".json") as file:
+    if load_text(paths).checksum != text.checksum:
+        utils.fail("the text has changed while it was encoded: try again")
+    with utils.replacing(f"{place}.json") as file:
         file.write(json.dumps(facts).encode())
 
 
 def encode_part(text, tokenizer):
-    """Yield arrays of tokens, and whether they decode to just their text."""
-    if tokenizer.separator is None:
-        separator = np.concatenate(tokenizer.arrays(["\n"]))
-    else:
-        separator = np.array([tokenizer.separator])
+    """Yield the tokens of a `Text` in arrays, and whether they decode to their text."""
 
     def pieces():
         for number, document in enumerate(text.documents):
             if number:
-                yield None
+                yield "\n" if tokenizer.separator is None else None
             yield from tokenizer.pieces(document.text())
 
-    done, total, said = 0, len(text), time.monotonic()
-    stream = pieces()
-    while batch := list(itertools.islice(stream, 64)):
+    done, said, stream = 0, time.monotonic(), pieces()
+    while batch := list(itertools.islice(stream, 64)):  # the memory is for so many
         texts = [x for x in batch if x is not None]
-        arrays = tokenizer.arrays(texts)
-        exact = all(
-            tokenizer.decode(x) == y for x, y in zip(arrays, texts, strict=True)
-        )
-        arrays = iter(arrays)
-        yield (
-            np.concatenate([separator if x is None else next(arrays) for x in batch]),
-            exact,
-        )
+        arrays, exact = tokenizer.arrays(texts)
+        of_texts, separator = iter(arrays), np.array([tokenizer.separator])
+        tokens = [separator if x is None else next(of_texts) for x in batch]
+        yield np.concatenate(tokens), exact
         done += sum(len(x.encode()) for x in texts)
         if time.monotonic() > said + 10:
             said = time.monotonic()
-            utils.say(f"encoded {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            utils.say(f"encoded {done / 1e6:,.0f} of {len(text) / 1e6:,.0f} MB")
 
 
-def check_length(corpus, block_size):
-    """End with one line and exit status 2 if the text is too short for a block."""
-    if len(corpus.train) <= block_size:
+def check_length(corpus, block_size, step_windows=1):
+    """End with one line and exit status 2 if the text is too short.
+
+    `step_windows` is how many windows of `block_size` tokens all ranks take in a step.
+    """
+    length = len(corpus.train)
+    if length <= block_size:
         utils.fail(
-            f"the text has {len(corpus.train)} tokens to train on, and a block of"
-            f" {block_size} takes {block_size + 1}: lower --block-size or add text"
+            f"the text has {length} tokens to train on, and a block of {block_size}"
+            f" needs {block_size + 1}: choose a smaller block or a longer text"
+        )
+    windows = count_windows(length, block_size)
+    if windows < step_windows:
+        utils.fail(
+            f"one step takes {step_windows} blocks of {block_size} tokens, and the text"
+            f" has {windows}: choose smaller batches, fewer processes or a longer text"
         )
     if len(corpus.val) < 2:
         utils.fail(
-            f"the text has {len(corpus.val)} tokens to validate on, and 2 are the"
-            " fewest of which one is predicted: add text"
+            f"the text has too few tokens to validate on ({len(corpus.val)}): choose a"
+            " longer text"
         )
 
 
@@ -621,12 +641,11 @@ def check_length(corpus, block_size):
 
 
 class Blocks(Dataset):
-    """Windows of `block_size` tokens; item `start` is the one that begins there.
+    """Windows of `block_size` tokens. Item `start` is the window that begins there.
 
-    An item is (source, targets), int64, each of shape (block_size,); targets are the
-    tokens that follow. Past the end source is 0 and targets are -1, which the loss does
-    not count. `Blocks[[...]]` of DataLoader's kind, `__getitems__`, has both in shape
-    (len(starts), block_size), gathered in one go.
+    An item is (source, targets), both int64 of shape (block_size,). The targets are the
+    tokens that follow. After the last token, source is 0 and targets are -1, which the
+    loss leaves out.
     """
 
     def __init__(self, tokens, block_size):
@@ -641,30 +660,51 @@ class Blocks(Dataset):
         return source[0], targets[0]
 
     def __getitems__(self, starts):
+        """A whole batch at once, of shape (len(starts), block_size): for DataLoader."""
         starts = np.asarray(starts)
         return self._gather(starts, 0), self._gather(starts + 1, -1)
 
-    def _gather(self, starts, filler):
-        where = starts[:, None] + np.arange(self.block_size)
-        there = where < len(self.tokens)
-        if there.all():
-            return torch.from_numpy(self.tokens[where].astype(np.int64))
-        found = self.tokens[np.where(there, where, 0)].astype(np.int64)
-        return torch.from_numpy(np.where(there, found, filler))
+    def _gather(self, starts, padding):
+        places = starts[:, None] + np.arange(self.block_size)
+        past = places >= len(self.tokens)
+        places[past] = 0
+        batch = self.tokens[places].astype(np.int64)
+        batch[past] = padding
+        return torch.from_numpy(batch)
+
+    def __reduce__(self):
+        # A worker that is no fork gets the file's name instead of all tokens.
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap) and is_whole(tokens):
+            return open_blocks, (tokens.filename, tokens.dtype, self.block_size)
+        return Blocks, (tokens, self.block_size)
+
+
+def is_whole(tokens):
+    """Whether a mapped array is its whole file, and not a part of it."""
+    return tokens.nbytes == os.path.getsize(tokens.filename)
+
+
+def open_blocks(path, dtype, block_size):
+    return Blocks(np.memmap(path, dtype, "r"), block_size)
 
 
 def take(batch):
-    """The collate_fn of a DataLoader whose dataset returns a batch in one piece."""
+    """The collate_fn for `Blocks`, whose batches are in one piece already."""
     return batch
 
 
 class StepSampler(Sampler):
-    """Where the windows of each step begin, without end; for one of several ranks.
+    """Where the windows of each step begin, step after step without end.
 
-    A step has `batch_size * world_size` windows, of which this rank takes each
-    world_size-th. They follow from the seed and the step alone: they are the same at
-    every world size. A pass over the text takes each window once, in a random order.
-    Each pass has an order and a shift of its own.
+    A step has batch_size * world_size windows, and this rank takes every world_size-th
+    of them. They follow from seed and step alone: if batch_size * world_size is the
+    same, so are they. A pass over the text takes each of its windows once. The order of
+    the windows, and where the first of them begins, follow from seed and pass.
+
+    A step may begin in one pass and end in the next. Nothing is kept between steps, and
+    a loader that fetches ahead loses nothing: to resume, call `set_step` with the
+    number of finished steps.
     """
 
     def __init__(self, n_tokens, block_size, batch_size, seed=0, rank=0, world_size=1):
@@ -675,36 +715,36 @@ class StepSampler(Sampler):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        # So many fit in at every shift up to block_size - 1.
-        self.windows = max(1, (n_tokens - block_size) // block_size)
+        self.windows = count_windows(n_tokens, block_size)
         self.shifts = n_tokens - self.windows * block_size
         self.step = self.offset = 0
 
     def set_step(self, step):
-        """The first step of the next iteration. It costs nothing."""
+        """Let the next iteration begin with this step."""
         self.step, self.offset = step, 0
 
     def set_start(self, windows):
-        """The same, after so many windows, if other steps were larger or smaller."""
+        """Let it begin after so many windows, where steps were larger or smaller."""
         self.step, self.offset = divmod(windows, self.batch_size * self.world_size)
 
     def __iter__(self):
-        for step in itertools.count(self.step):
-            yield from self.starts(step).tolist()
+        at_once = max(1, 1024 // self.batch_size)  # NumPy is slow on a few numbers
+        for step in itertools.count(self.step, at_once):
+            yield from self.starts(step, at_once).tolist()
 
-    def starts(self, step):
-        """This rank's windows of a step: an array of shape (batch_size,)."""
+    def starts(self, step, steps=1):
+        """This rank's windows of some steps: an array of batch_size * steps numbers."""
         size = self.batch_size * self.world_size
-        first = self.offset + step * size + self.rank
-        number = first + np.arange(0, size - self.rank, self.world_size)
-        passes, place = np.divmod(number, self.windows)
-        starts = np.empty_like(place)
-        for one in np.unique(passes):
-            random = np.random.SeedSequence([self.seed, int(one)])
-            shift, *keys = random.generate_state(5, np.uint64)
-            here = passes == one
-            window = permute(place[here], self.windows, keys)
-            starts[here] = int(shift % self.shifts) + window * self.block_size
+        first = self.offset + step * size
+        places = first + np.arange(self.rank, steps * size, self.world_size)
+        passes, places = np.divmod(places, self.windows)
+        starts = np.empty_like(places)
+        for number in np.unique(passes):
+            random = np.random.SeedSequence([self.seed, int(number)])
+            shift, *keys = random.generate_state(1 + ROUNDS, np.uint64)
+            here = passes == number
+            windows = permute(places[here], self.windows, keys)
+            starts[here] = int(shift) % self.shifts + windows * self.block_size
         return starts
 
 
@@ -718,38 +758,52 @@ def eval_starts(n_tokens, block_size, batch_size, rank=0, world_size=1):
     return [*starts, *[n_tokens] * (-len(starts) % batch_size)]
 
 
-def permute(index, size, keys):
-    """Where a random permutation of range(size) puts the numbers `index`, an array.
+def count_windows(n_tokens, block_size):
+    """How many windows a pass has.
 
-    A Feistel network permutes the numbers of an even number of bits: it mixes one half
-    of the bits into the other, and swaps them. A number that comes out too large goes
-    in again. So no permutation of a large text has to be kept in memory.
-    https://en.wikipedia.org/wiki/Feistel_cipher
+    So many fit even if the first begins at token block_size - 1. Each has a target more
+    than it has tokens of its own.
     """
-    bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << bits) - 1)
+    return max(1, (n_tokens - block_size) // block_size)
 
-    def mix(x, key):
-        x = (x + key) * np.uint64(0x9E3779B97F4A7C15)
-        return (x ^ x >> np.uint64(32)) & mask
 
-    index = index.astype(np.uint64)
-    todo = np.ones(len(index), bool)
-    while todo.any():
-        left, right = index[todo] >> np.uint64(bits), index[todo] & mask
+def permute(places, size, keys):
+    """The numbers at some places of a random permutation of range(size).
+
+    The permutation is computed, because a list of it would be as long as the text has
+    windows. This is a Feistel network: each round mixes one half of a number's bits
+    into the other half, which can be undone, so that no two numbers become one. Numbers
+    of `size` or more go through again. https://en.wikipedia.org/wiki/Feistel_cipher
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # in bits
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    numbers = places.astype(np.uint64)
+    again = np.ones(len(numbers), bool)
+    while again.any():
+        left, right = numbers[again] >> half, numbers[again] & mask
         for key in keys:
-            left, right = right, left ^ mix(right, key)
-        index[todo] = left << np.uint64(bits) | right
-        todo = index >= size
-    return index.astype(np.int64)
+            left, right = right, left ^ (mix(right + key) & mask)
+        numbers[again] = left << half | right
+        again = numbers >= size
+    return numbers.astype(np.int64)
+
+
+def mix(x):
+    """Random bits that follow from x, an array of uint64: SplitMix64's last step.
+
+    Steele, Lea, Flood 2014: https://doi.org/10.1145/2660193.2660195
+    """
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 def prefetch(loader, device):
     """Yield (source, targets) on the device, in the loader's order.
 
-    The next batch is fetched, and its copy to an accelerator has started, before the
-    present one is computed. On a CPU, which would have to compute it itself, there is
-    nothing to win.
+    Before a batch is computed, the next batch is fetched, and its copy to the
+    accelerator starts. The copy comes from pinned memory, so that Python does not wait
+    for it. A CPU needs no copy, and would only do the same work earlier.
     """
     if device.type == "cpu":
         yield from loader
@@ -770,24 +824,24 @@ def prefetch(loader, device):
 
 
 def add_options(parser):
-    """The options that the trainer has as well."""
+    """The options of the text, which the trainer has as well."""
     parser.add_argument(
         "--tokenizer",
         default="chars",
-        help="chars (characters, the default), bytes, or a tokenizer file, such as"
-        " Hugging Face's tokenizer.json",
+        help="chars (characters; this is the default), bytes, or a file of the package"
+        " tokenizers, such as Hugging Face's tokenizer.json",
     )
     parser.add_argument(
         "--cache",
         default="tokens",
-        help="the folder for encoded texts (default: tokens)",
+        help="the folder in which encoded texts are kept (default: tokens)",
     )
     parser.add_argument(
         "--val-fraction",
         "--val_fraction",
         type=utils.positive_float,
         default=0.1,
-        help="how much of the text validates; never more than about 1 MB (default:"
+        help="how much of the text is for validation, at most about 1 MB (default:"
         " 0.1)",
     )
 

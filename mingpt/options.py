@@ -220,7 +220,8 @@ def check_run(args, corpus, model, make_optimizer, world_size):
     data.check_length(corpus, block_size)
     if os.path.isfile(args.snapshot_path):
         check_configuration(args, corpus, model)
-    windows = range((len(corpus.train) - 1) // block_size), range(len(corpus.val))
+    windows = data.count_windows(len(corpus.train), block_size)
+    windows = range(windows), range(len(corpus.val))
     objects = model, None, lambda _: make_optimizer(model)
     utils.check_run(args, *windows, *objects, world_size=world_size)
 
@@ -237,11 +238,13 @@ def configuration(args, corpus, model):
 
 def check_configuration(args, corpus, model):
     """The same for the snapshot: if it does not fit, name the fields that differ."""
+    other = "choose another --snapshot-path"
     try:
         saved = utils.read_snapshot(args.snapshot_path, mmap=True)["CONFIGURATION"]
+    except KeyError:
+        utils.fail(f"{args.snapshot_path} is not what mingpt.train saves: {other}")
     except Exception:
         return  # utils.check_run says what is wrong with it
-    other = "choose another --snapshot-path"
     now = configuration(args, corpus, model)
     tokenizers = saved.pop("tokenizer"), now.pop("tokenizer")
     saved |= saved.pop("config")

@@ -44,6 +44,9 @@ class Trainer:
         args,
     ):
         self.device = device
+        self.dtype = options.DTYPES[args.precision]
+        scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.model = model.to(device)
         if args.compile == "on":
             self.model.compile(dynamic=False)
@@ -52,9 +55,6 @@ class Trainer:
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
             self.no_sync = self.ddp_model.no_sync
         self.optimizer = make_optimizer(self.model)
-        self.dtype = options.DTYPES[args.precision]
-        scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.train_data = train_data
         self.eval_data = eval_data
         self.corpus = corpus
@@ -91,15 +91,7 @@ class Trainer:
         steps = min(every - self.steps_run % every, to_go)
         batches = data.prefetch(self.train_data, self.device)
         for source, targets in itertools.islice(batches, steps):
-            stop = self.sigterm.clone()
-            dist.all_reduce(stop, group=self.cpu_group)
-            if stop:
-                self._save_snapshot()
-                self._finish_writing()
-                self._print(f"preempted after step {self.steps_run}")
-                dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-                open(f"{self.snapshot_path}.preempted", "w").close()
-                os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
+            self._stop_if_told()
             torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
             loss = self._run_batch(source, targets)
             loss_sum.add_(loss, alpha=source.numel())
@@ -110,11 +102,32 @@ class Trainer:
         loss_sum, tokens = self._sum(loss_sum, tokens)
         return loss_sum / tokens, tokens
 
+    def _stop_if_told(self):
+        """Save and end, all ranks after the same step, if SIGTERM came to one."""
+        stop = self.sigterm.clone()
+        dist.all_reduce(stop, group=self.cpu_group)
+        if stop:
+            self._save_snapshot()
+            self._finish_writing()
+            self._print(f"preempted after step {self.steps_run}")
+            dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
+            open(f"{self.snapshot_path}.preempted", "w").close()
+            os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
+
     def _run_batch(self, source, targets):
         scale = lr_scale(self.steps_run, self.args.steps, self.args.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
         self.optimizer.zero_grad()
+        loss = self._accumulate(source, targets)
+        self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def _accumulate(self, source, targets):
+        """Add up the gradients of the micro-batches. Return the mean loss."""
         batch_loss, pieces = 0, self.args.accumulate
         pairs = zip(source.chunk(pieces), targets.chunk(pieces), strict=True)
         for number, (source, targets) in enumerate(pairs, 1):
@@ -125,10 +138,6 @@ class Trainer:
                 loss = loss / pieces
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
-        self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
         return batch_loss
 
     @torch.no_grad()

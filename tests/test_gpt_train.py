@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ladder.rungs import ROOT
-from proofs.processes import run
 from proofs.results import load, same_bits, weights
 from proofs.warm import Fork
 
@@ -20,7 +19,7 @@ TINY += ["--batch-size", 8, "--compile", "off", "--precision", "fp32"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of 20 kB, all of it ASCII, and the folder for its tokens: the options that name them."""
+    """Options: a text of 20 kB, all of it ASCII, and the folder for its tokens."""
     from pydoc_data.topics import topics
 
     folder = tmp_path_factory.mktemp("text")
@@ -64,8 +63,8 @@ def whole(gpt, tmp_path_factory):
 RESUMABLE = ["--steps", 12, "--eval-every", 6, "--dropout", 0.1]
 
 
-def metrics(folder):
-    with open(folder / "mingpt.metrics.csv", newline="") as file:
+def metrics(folder, name="mingpt.metrics.csv"):
+    with open(folder / name, newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: float(value) for name, value in row.items()} for row in rows]
 
@@ -108,11 +107,11 @@ def test_world_sizes_train_the_same(gpt, tmp_path, nprocs):
     """And evaluate the same, at an effective batch of 8; also in micro-batches."""
     options = ["--steps", 4, "--eval-every", 2]
     found = []
-    for nprocs, accumulate in ((None, 1), (nprocs, 1), (nprocs, 2)):
-        folder = tmp_path / f"{nprocs}.{accumulate}"
+    for count, accumulate in ((None, 1), (nprocs, 1), (nprocs, 2)):
+        folder = tmp_path / f"{count}.{accumulate}"
         folder.mkdir()
-        batch = ["--batch-size", 8 // (nprocs or 1), "--accumulate", accumulate]
-        trained(gpt, *options, *batch, cwd=folder, nprocs=nprocs, DO="float64")
+        batch = ["--batch-size", 8 // (count or 1), "--accumulate", accumulate]
+        trained(gpt, *options, *batch, cwd=folder, nprocs=count, DO="float64")
         found.append((weights(folder / "mingpt.pt"), metrics(folder)))
     for state, rows in found[1:]:
         assert torch.allclose(state, found[0][0], rtol=0, atol=1e-12)
@@ -175,3 +174,216 @@ def test_a_snapshot_does_not_see_later_steps(gpt, whole, tmp_path):
     assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 6
     trained(gpt, *RESUMABLE, cwd=tmp_path)
     assert same_bits(load(tmp_path / "mingpt.pt"), load(whole[0] / "mingpt.pt"))
+
+
+# Bad input: one line, exit status 2, and every file as it was
+
+SHORT = ["--steps", 2, "--eval-every", 2]
+ANOTHER = "choose another --snapshot-path"
+BAD = {
+    "accumulate": (
+        ["--accumulate", 3],
+        r"--batch-size 8 cannot be cut into 3 equal micro-batches \(--accumulate\)",
+    ),
+    "heads": (
+        ["--n-head", 3],
+        "--n-embd 32 cannot be cut into --n-head 3 equal heads",
+    ),
+    "no such model": (
+        ["--model", "no.such.module"],
+        "--model no.such.module: No module named 'no'",
+    ),
+    "too long a block": (
+        ["--block-size", 100_000],
+        r"the text has \d+ tokens to train on, and a block of 100000 needs 100001:"
+        " choose a smaller block or a longer text",
+    ),
+    "too large a batch": (
+        ["--batch-size", 10_000],
+        r"one step takes 1 x 10000 samples and there are \d+: lower --batch-size or the"
+        " number of processes",
+    ),
+    "no folder": (
+        ["--snapshot-path", "no/such/snapshot.pt"],
+        "cannot write no/such/snapshot.pt: No such file or directory",
+    ),
+    "device": (["--device", "tpu"], "--device tpu: here PyTorch can only use cpu"),
+    "dropout": (["--dropout", 1], "argument --dropout: 1 is not below 1"),
+    "another shape": (
+        ["--n-embd", 64, "--seed", 1],
+        f"mingpt.pt was saved with seed 0, not 1, n_embd 32, not 64: {ANOTHER}",
+    ),
+    "another vocabulary": (
+        ["--tokenizer", "bytes"],
+        rf"mingpt.pt was saved with vocab_size \d+, not 256: {ANOTHER}",
+    ),
+    "another optimizer": (
+        ["--model", "mingpt.modern"],
+        f"mingpt.pt was saved with model mingpt.model, not mingpt.modern: {ANOTHER}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(gpt, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    trained(gpt, *SHORT, cwd=folder)
+    return folder / "mingpt.pt"
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(gpt, saved, tmp_path, what):
+    options, message = BAD[what]
+    before = saved.read_bytes()
+    (tmp_path / "mingpt.pt").write_bytes(before)
+    done = gpt(*SHORT, *options, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(rf"train\.py: error: {message}\n", done.stderr), done.stderr
+    assert (tmp_path / "mingpt.pt").read_bytes() == before
+    assert [x.name for x in tmp_path.iterdir()] == ["mingpt.pt"]
+
+
+def test_a_snapshot_of_another_script(gpt, tmp_path):
+    torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 1}, tmp_path / "mingpt.pt")
+    done = gpt(*SHORT, cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"train.py: error: mingpt.pt is not what mingpt.train saves: {ANOTHER}\n"
+    )
+
+
+def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
+    """Two machines, each with a file of its own under the same name."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    forks = []
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        (folder / "text.txt").write_text(f"{rank} is the rank of this text.\n" * 500)
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 2,
+            "MASTER_PORT": store.port,
+        }
+        env |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env |= {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+        words = ["python", "-m", "mingpt.train", "--data", "text.txt", *TINY, *SHORT]
+        forks.append(Fork(words, folder, **env))
+    for fork in forks:
+        done = fork.finish()
+        assert done.returncode == 2, done.stderr
+        assert re.fullmatch(
+            r"train\.py: error: text is \w+ on rank 1 \(\S+\) and \w+ on rank 0"
+            r" \(\S+\): all need the same\n",
+            done.stderr,
+        )
+    assert not list(tmp_path.glob("*/mingpt.pt"))
+
+
+# What else there is
+
+
+def test_it_resumes_with_other_settings_and_says_so(gpt, saved, tmp_path):
+    (tmp_path / "mingpt.pt").write_bytes(saved.read_bytes())
+    options = ["--steps", 4, "--eval-every", 2, "--lr", 0.001]
+    done = trained(gpt, *options, cwd=tmp_path)
+    assert "lr is 0.003, as in mingpt.pt, not 0.001, as in the script\n" in done.stdout
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 4
+
+
+def test_another_batch_goes_on_after_what_is_trained(gpt, saved, tmp_path):
+    (tmp_path / "mingpt.pt").write_bytes(saved.read_bytes())
+    options = ["--steps", 5, "--eval-every", 5, "--batch-size", 4]
+    trained(gpt, *options, cwd=tmp_path)
+    assert load(tmp_path / "mingpt.pt")["WINDOWS_RUN"] == 2 * 8 + 3 * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits(gpt, saved, tmp_path, precision):
+    """It trains nearly what float32 trains, and a scaler is there for fp16 alone."""
+    trained(gpt, *SHORT, "--precision", precision, cwd=tmp_path)
+    snapshot = load(tmp_path / "mingpt.pt")
+    assert bool(snapshot["SCALER_STATE"]) == (precision == "fp16")
+    difference = (weights(tmp_path / "mingpt.pt") - weights(saved)).abs().max()
+    assert 0 < difference < 0.01
+
+
+@pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern"])
+def test_sample(gpt, tmp_path, model):
+    trained(gpt, *SHORT, "--model", model, cwd=tmp_path)
+    words = ["python", "-m", "mingpt.sample", "--tokens", 20, "--prompt", "def "]
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def ")
+    assert len(done.stdout) == len("def ") + 20 + len("\n")
+    same = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert same.stdout == done.stdout, "the seed is the same"
+    bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2 and "has no '€'" in bad.stderr
+
+
+def test_plot(whole, tmp_path):
+    pytest.importorskip("matplotlib", reason="mingpt/requirements.txt is not installed")
+    path = whole[0] / "mingpt.metrics.csv"
+    words = ["python", "-m", "mingpt.plot", path, path, "--out", "curve.svg"]
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 0, done.stderr
+    assert "</svg>" in (tmp_path / "curve.svg").read_text()
+
+
+def test_tensorboard(gpt, tmp_path):
+    pytest.importorskip(
+        "tensorboard", reason="mingpt/requirements.txt is not installed"
+    )
+    trained(gpt, *SHORT, "--tensorboard", "board", cwd=tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    (point,) = events.Scalars("val loss")
+    assert point.step == 2
+    assert math.isclose(point.value, metrics(tmp_path)[0]["val loss"], rel_tol=1e-6)
+
+
+# The golden curve
+
+GOLDEN = ROOT / "tests" / "golden"
+# What the file of the curve was made with, in tests/golden:
+# python -m mingpt.train --data text.txt --steps 80 --eval-every 40 --precision fp32
+#     --compile off (its mingpt.metrics.csv)
+DEFAULT_RUN = ["--data", GOLDEN / "text.txt", "--steps", 80, "--eval-every", 40]
+DEFAULT_RUN += ["--precision", "fp32", "--compile", "off"]
+# Other instruction sets and numbers of threads moved it by 0.0005, bfloat16 by 0.017.
+TOLERANCE = 0.002
+
+
+def distance(folder):
+    """How far a run's losses are from the golden ones, at most."""
+    ours, golden = metrics(folder), metrics(GOLDEN, "curve.csv")
+    assert [row["step"] for row in ours] == [row["step"] for row in golden] == [40, 80]
+    names = "train loss", "val loss", "bits per byte"
+    pairs = zip(ours, golden, strict=True)
+    return max(abs(a[name] - b[name]) for a, b in pairs for name in names)
+
+
+def default_run(folder, *options, **env):
+    """The preset's own sizes, on a text that is the same with every Python: Done."""
+    script = [FAULTS] if env else ["-m", "mingpt.train"]
+    env |= {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+    return Fork(["python", *script, *DEFAULT_RUN, *options], folder, **env).finish()
+
+
+def test_golden_curve(tmp_path):
+    assert default_run(tmp_path).returncode == 0
+    assert distance(tmp_path) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["learning rate", "weight decay", "mask", "split"])
+def test_golden_curve_misses_no_fault(tmp_path, fault):
+    options = {"learning rate": ["--lr", 0.0031], "weight decay": ["--weight-decay", 1]}
+    env = {"mask": {"DO": "no_mask"}, "split": {"DO": "leak"}}
+    done = default_run(tmp_path, *options.get(fault, []), **env.get(fault, {}))
+    assert done.returncode == 0, done.stderr
+    assert distance(tmp_path) > 2 * TOLERANCE

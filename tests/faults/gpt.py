@@ -4,8 +4,9 @@
 
 DO: sigterm or sigkill (this process gets it when the step begins), float64 (the model
 has such weights, so that sums in another order agree to the last digits), full_disk
-(the second snapshot finds room for 10 kB), slow_disk (each snapshot takes a while to write,
-and the first is kept as mingpt.pt.first).
+(the second snapshot finds room for 10 kB), slow_disk (each snapshot takes a while,
+and the first is kept as mingpt.pt.first), no_mask (attention sees the future), leak
+(the validation text is trained as well).
 RANK_ONLY=1 does it on this rank alone.
 """
 
@@ -15,6 +16,9 @@ import signal
 import sys
 import time
 
+import numpy as np
+import torch
+
 import utils
 from mingpt import options, train
 
@@ -23,6 +27,7 @@ AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
 run_batch, load = train.Trainer._run_batch, train.load_train_objs
 save_atomically = utils.save_atomically
+attention = torch.nn.functional.scaled_dot_product_attention
 saved = []
 
 
@@ -36,6 +41,16 @@ def signal_at_step(self, source, targets):
 def load_float64(args):
     corpus, model, make_optimizer = load(args)
     return corpus, model.double(), make_optimizer
+
+
+def load_leaking(args):
+    corpus, model, make_optimizer = load(args)
+    corpus.train = np.concatenate([corpus.train, corpus.val])
+    return corpus, model, make_optimizer
+
+
+def attention_without_mask(*tensors, is_causal, **how):
+    return attention(*tensors, is_causal=False, **how)
 
 
 def save_with_fault(snapshot, path):
@@ -53,6 +68,10 @@ if DO.startswith("sig"):
     train.Trainer._run_batch = signal_at_step
 elif DO == "float64":
     train.load_train_objs = load_float64
+elif DO == "leak":
+    train.load_train_objs = load_leaking
+elif DO == "no_mask":
+    torch.nn.functional.scaled_dot_product_attention = attention_without_mask
 elif DO:
     utils.save_atomically = save_with_fault
 sys.argv[0] = train.__file__
