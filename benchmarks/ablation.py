@@ -49,7 +49,7 @@ CHANGES = {  # the headings of docs/modern_gpt.md that change what is computed
 }
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
 BATCH = 12
-STEPS = 400  # three quarters of a pass over the text
+STEPS = 300  # about half a pass over the text
 WARMUP, WEIGHT_DECAY, CLIP = 0.05, 0.1, 1.0  # mingpt.train's defaults
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
@@ -62,12 +62,8 @@ RESULTS = Path(__file__).with_suffix(".csv")
 
 
 class Run(NamedTuple):
-    """A training run, before it is made.
+    """A training run, before it is made."""
 
-    kind: "rate", to choose the learning rate; "tokens" or "time", what is equal.
-    """
-
-    kind: str
     variant: str
     seed: int
     lr: float
@@ -163,7 +159,7 @@ def measure(text, run):
 def step_times(texts):
     """{variant: median seconds of a step}. In each round, each makes one step."""
     corpus = prepare()
-    runs = {x: Run("time", x, 0, 1e-3, 2 * ROUNDS) for x in texts}
+    runs = {x: Run(x, 0, 1e-3, 2 * ROUNDS) for x in texts}
     trainings = [Training(texts[x], run, corpus) for x, run in runs.items()]
     seconds = {x: [] for x in texts}
     shuffle = random.Random(0).shuffle
@@ -180,9 +176,12 @@ def step_times(texts):
 
 
 class Results:
-    """The lines of the CSV file: {Run: loss}, and the seconds of a variant's step."""
+    """The lines of the CSV file: {Run: loss}, and the seconds of a variant's step.
 
-    columns = ("kind", "variant", "seed", "lr", "steps", "loss", "seconds")
+    A line without a seed is not about one run, but about the time of a step.
+    """
+
+    columns = ("variant", "seed", "lr", "steps", "loss", "seconds")
 
     def __init__(self, path):
         self.path, self.loss, self.step_seconds = Path(path), {}, {}
@@ -195,11 +194,11 @@ class Results:
             self._note(row)
 
     def _note(self, row):
-        if row["kind"] == "step":
+        if not row["seed"]:
             self.step_seconds[row["variant"]] = float(row["seconds"])
             return
         numbers = int(row["seed"]), float(row["lr"]), int(row["steps"])
-        self.loss[Run(row["kind"], row["variant"], *numbers)] = float(row["loss"])
+        self.loss[Run(row["variant"], *numbers)] = float(row["loss"])
 
     def start(self):
         """Note machine and versions, or compare with those of the lines there."""
@@ -219,14 +218,13 @@ class Results:
         with self.path.open("a") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writerow(row)
-        self._note({key: str(value) for key, value in row.items()})
+        self._note({x: str(row.get(x, "")) for x in self.columns})
 
     def rate(self, variant):
         """The learning rate with the lowest loss of the variant `tuned`."""
         tried = self.plan("rate", [variant])
-        missing = [run for run in tried if run not in self.loss]
-        if missing:
-            utils.fail(f"{self.path} has no {missing[0]}: leave out --table")
+        if self.missing("rate", [variant]):
+            utils.fail(f"{self.path} lacks runs of {variant}: leave out --table")
         return min(tried, key=lambda run: self.loss[run]).lr
 
     def steps_in_time(self, variant):
@@ -235,24 +233,29 @@ class Results:
         return round(STEPS * seconds["model.py"] / seconds[variant])
 
     def plan(self, kind, names):
-        """The runs of a kind."""
+        """The runs that choose the "rate", or those at equal "tokens" or "time"."""
         if kind == "rate":
             corners = dict.fromkeys(tuned(x) for x in names)
             every = itertools.product(corners, RATES)
-            return [Run(kind, x, RATE_SEED, lr, STEPS) for x, lr in every]
+            return [Run(x, RATE_SEED, lr, STEPS) for x, lr in every]
         steps = self.steps_in_time if kind == "time" else lambda _: STEPS
         every = itertools.product(SEEDS, names)
-        return [Run(kind, x, seed, self.rate(x), steps(x)) for seed, x in every]
+        return [Run(x, seed, self.rate(x), steps(x)) for seed, x in every]
+
+    def missing(self, kind, names):
+        return [run for run in self.plan(kind, names) if run not in self.loss]
 
     def losses(self, kind, variant):
         """A variant's losses in the order of the seeds, or None if one is missing."""
-        runs = [x for x in self.plan(kind, [variant]) if x in self.loss]
-        return [self.loss[x] for x in runs] if len(runs) == len(SEEDS) else None
+        if kind == "time" and variant not in self.step_seconds:
+            return None
+        runs = self.plan(kind, [variant])
+        return None if self.missing(kind, [variant]) else [self.loss[x] for x in runs]
 
 
 def fill(results, kind, texts, jobs):
     """Make the runs of a kind that are missing."""
-    todo = [x for x in results.plan(kind, texts) if x not in results.loss]
+    todo = results.missing(kind, texts)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context) as pool:
         waiting = {pool.submit(measure, texts[x.variant], x): x for x in todo}
@@ -355,7 +358,7 @@ def main():
         if args.steptime or set(results.step_seconds) != set(texts):
             for variant, seconds in step_times(texts).items():
                 steps, taken = ROUNDS, f"{seconds:.6f}"
-                results.add(kind="step", variant=variant, steps=steps, seconds=taken)
+                results.add(variant=variant, steps=steps, seconds=taken)
         fill(results, "time", texts, args.jobs)
     print_table(results)
 
