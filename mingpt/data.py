@@ -127,10 +127,10 @@ class Text:
 
 
 def find_cut(document, start, at_a_line):
-    """Where the first line ends after the byte `start`.
+    """Where the line ends in which the byte `start` is.
 
-    If only the second half of what follows has such a place, or nothing has it, then
-    where the first character begins. This does not hold for `at_a_line`.
+    If this line is long, so that it takes half of what follows, the place is where the
+    first character begins. With `at_a_line`, it is the end of the line nevertheless.
     """
     after = b"".join(dataclasses.replace(document, start=start).read())
     end = after.find(b"\n", 0, len(after) if at_a_line else len(after) // 2)
@@ -343,8 +343,6 @@ class FileTokenizer:
     CUT = re.compile(r".*[^\W_](?=\s)", re.DOTALL)
 
     def __init__(self, content, name="the tokenizer"):
-        # Unless told, the package warns in each process that forks, as loaders do.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -524,7 +522,8 @@ def locked(path):
     """Let one process of a machine at a time into the block.
 
     If a process dies, the kernel ends its lock, so that nobody waits for it. On a file
-    system without locks, several processes do the same work and replace equal files.
+    system without locks, several processes do the same work and write equal files. To
+    avoid this, encode the text before the job starts.
     """
     with open(path, "w") as file:
         if utils.fcntl:
@@ -613,22 +612,13 @@ def encode_part(text, tokenizer):
             utils.say(f"encoded {done / 1e6:,.0f} of {len(text) / 1e6:,.0f} MB")
 
 
-def check_length(corpus, block_size, step_windows=1):
-    """End with one line and exit status 2 if the text is too short.
-
-    `step_windows` is how many windows of `block_size` tokens all ranks take in a step.
-    """
+def check_length(corpus, block_size):
+    """End with one line and exit status 2 if the text is too short for one block."""
     length = len(corpus.train)
     if length <= block_size:
         utils.fail(
             f"the text has {length} tokens to train on, and a block of {block_size}"
             f" needs {block_size + 1}: choose a smaller block or a longer text"
-        )
-    windows = count_windows(length, block_size)
-    if windows < step_windows:
-        utils.fail(
-            f"one step takes {step_windows} blocks of {block_size} tokens, and the text"
-            f" has {windows}: choose smaller batches, fewer processes or a longer text"
         )
     if len(corpus.val) < 2:
         utils.fail(

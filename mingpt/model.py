@@ -1,8 +1,8 @@
 """GPT-2, with the names that readers of nanoGPT know.
 
-Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019),
-and Vaswani et al., "Attention Is All You Need" (2017). In the shapes below, B is the
-batch, T the tokens of a sequence, C the width (n_embd) and V the vocabulary.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+In the shapes below, B is the batch, T the tokens of a sequence, C the width (n_embd)
+and V the size of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
-    checkpoint: bool = False  # compute activations again in backward: saves memory
+    checkpoint: bool = False  # saves memory: activations are computed twice
 
 
 PRESETS = {
@@ -37,7 +37,7 @@ PRESETS = {
 
 
 class KVCache:
-    """The keys and values of one layer, for the tokens that it has already seen."""
+    """The keys and values that one layer has computed, so that it does so only once."""
 
     def __init__(self):
         self.length = 0
@@ -59,14 +59,14 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = config.dropout
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # A single token is the last one: it may look at every key. is_causal would
+        # A single token is the last one, so it may see every key. is_causal would
         # show it the first key only.
         y = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout * self.training, is_causal=T > 1
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         )
 
     def hidden(self, idx, caches=None):
-        """What the head reads: (B, T, C). caches: a KVCache for each layer."""
+        """The input of the head, (B, T, C). caches: a KVCache for each layer."""
         start = caches[0].length if caches else 0
         end = start + idx.size(1)
         if end > self.config.block_size:
@@ -170,11 +170,11 @@ class GPT(nn.Module):
         generator=None,
         use_cache=True,
     ):
-        """Append max_new_tokens tokens to each row of idx, (B, T), and return all.
+        """Continue each row of idx, (B, T), by max_new_tokens tokens, and return all.
 
-        A temperature of 0 takes the most likely token. top_k: choose among the k most
-        likely ones only. generator: the torch.Generator to draw from. Past block_size
-        the model sees the last block_size tokens. Dropout is off.
+        temperature: below 1, likely tokens become more likely; 0 takes the most likely
+        one. top_k: choose among the k most likely tokens only. generator: the
+        torch.Generator to draw from. The model sees the last block_size tokens.
         """
         training = self.training
         self.eval()
@@ -183,7 +183,7 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             if caches and idx.size(1) <= block_size:
                 x = self.hidden(idx[:, caches[0].length :], caches)
-            else:  # every token moves to another position: cached keys are of no use
+            else:  # each token has another position now, so its cached key is wrong
                 x = self.hidden(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1]).float()
             idx = torch.cat((idx, sample(logits, temperature, top_k, generator)), dim=1)
@@ -193,8 +193,8 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """Floating-point operations of forward and backward, per token of a full block.
 
-        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where N is the
-        number of weights in the matrices that a token is multiplied by.
+        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where L is n_layer
+        and N the number of weights in all matrices that a token is multiplied by.
         """
         linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
         weights = sum(m.weight.numel() for m in linears)
@@ -203,7 +203,7 @@ class GPT(nn.Module):
 
 
 def sample(logits, temperature, top_k, generator):
-    """Draw one token from each row of logits, (B, V). Returns (B, 1)."""
+    """Choose a token by each row of logits, (B, V). Returns (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
@@ -214,20 +214,16 @@ def sample(logits, temperature, top_k, generator):
 
 
 def make_optimizer(model, lr, weight_decay):
-    """AdamW. Only matrices and embeddings decay, not biases and norms.
+    """AdamW for all parameters. Matrices and embeddings decay, biases and norms do not.
 
-    Each parameter group keeps "initial_lr", so that a schedule can scale it.
+    Each parameter group has its "initial_lr", so that a schedule can scale its "lr".
     """
+    params = list(model.parameters())
     groups = [
-        {
-            "params": [p for p in model.parameters() if p.dim() >= 2],
-            "weight_decay": weight_decay,
-        },
-        {
-            "params": [p for p in model.parameters() if p.dim() < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    for group in groups:
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    for group in optimizer.param_groups:
         group["initial_lr"] = lr
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return optimizer

@@ -1,8 +1,16 @@
-"""GPT-2, with the names that readers of nanoGPT know.
+"""GPT-2 with what became common after it. Parent: mingpt/model.py
 
-Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019),
-and Vaswani et al., "Attention Is All You Need" (2017). In the shapes below, B is the
-batch, T the tokens of a sequence, C the width (n_embd) and V the vocabulary.
+Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and Sennrich, "Root Mean
+Square Layer Normalization" (2019). QK-norm: Henry et al., "Query-Key Normalization for
+Transformers" (2020). Squared ReLU: So et al., "Primer" (2021). Zero-initialised
+projections: Zhang et al., "Fixup Initialization" (2019). No biases: Chowdhery et al.,
+"PaLM" (2022). Muon: Jordan et al., https://kellerjordan.github.io/posts/muon (2024).
+
+The head is the token embedding, so it cannot start at zero. At first, a new model
+expects each token once more, and the loss of a wide one starts above ln V.
+
+In the shapes below, B is the batch, T the tokens of a sequence, C the width (n_embd)
+and V the size of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,7 +31,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
-    checkpoint: bool = False  # compute activations again in backward: saves memory
+    checkpoint: bool = False  # saves memory: activations are computed twice
 
 
 PRESETS = {
@@ -37,7 +45,7 @@ PRESETS = {
 
 
 class KVCache:
-    """The keys and values of one layer, for the tokens that it has already seen."""
+    """The keys and values that one layer has computed, so that it does so only once."""
 
     def __init__(self):
         self.length = 0
@@ -51,22 +59,21 @@ class KVCache:
         return k, v
 
 
-def turns(start, end, size, device):
-    """By how much RoPE turns each pair of a head's channels at each position.
+def rotary(start, end, head_size, device):
+    """(cos, sin) of the angles by which the positions start to end - 1 turn a channel.
 
-    Pair i of size / 2 turns by 10000 ** (-2 i / size) radians more at each position.
-    Returns (cos, sin) of the angles at positions start to end - 1, each
-    (end - start, size / 2), in float32. Source: Su et al., "RoFormer" (2021), 3.2.2.
+    Each is (end - start, head_size / 2), for the pairs of channels of a head. From one
+    position to the next, the angle of pair i grows by 10000 ** (-2 i / head_size).
     """
-    position = torch.arange(start, end, device=device, dtype=torch.float32)
-    speed = 10000 ** (-torch.arange(0, size, 2, device=device) / size)
-    angles = torch.outer(position, speed)
+    positions = torch.arange(start, end, device=device, dtype=torch.float32)
+    steps = 10000 ** (-torch.arange(0, head_size, 2, device=device) / head_size)
+    angles = torch.outer(positions, steps)
     return angles.cos(), angles.sin()
 
 
-def rotate(x, turn):
-    """Turn x, (B, heads, T, head size): channel i and i + head size / 2 are a pair."""
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn
+def apply_rotary(x, cos_sin):
+    """Turn x, (B, heads, T, head size). Channels i and i + head size / 2 are a pair."""
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), cos_sin
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
@@ -78,16 +85,16 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.dropout = config.dropout
 
-    def forward(self, x, turn, cache=None):
+    def forward(self, x, cos_sin, cache):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
         q, k = (F.rms_norm(y, y.shape[-1:]) for y in (q, k))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
-        q, k = rotate(q, turn), rotate(k, turn)
+        q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # A single token is the last one: it may look at every key. is_causal would
+        # A single token is the last one, so it may see every key. is_causal would
         # show it the first key only.
         y = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout * self.training, is_causal=T > 1
@@ -116,8 +123,8 @@ class Block(nn.Module):
         self.ln_2 = nn.RMSNorm(config.n_embd, elementwise_affine=False)
         self.mlp = MLP(config)
 
-    def forward(self, x, turn, cache=None):
-        x = x + self.attn(self.ln_1(x), turn, cache)
+    def forward(self, x, cos_sin, cache=None):
+        x = x + self.attn(self.ln_1(x), cos_sin, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -140,7 +147,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight  # one matrix for both
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # its output is added to the residual
-                nn.init.zeros_(p)
+                nn.init.zeros_(p)  # so that a new block changes nothing
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
@@ -164,20 +171,21 @@ class GPT(nn.Module):
         )
 
     def hidden(self, idx, caches=None):
-        """What the head reads: (B, T, C). caches: a KVCache for each layer."""
+        """The input of the head, (B, T, C). caches: a KVCache for each layer."""
         start = caches[0].length if caches else 0
         end = start + idx.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens: block_size is {self.config.block_size}")
         x = self.transformer.wte(idx)
-        turn = turns(start, end, self.config.n_embd // self.config.n_head, x.device)
+        head_size = self.config.n_embd // self.config.n_head
+        cos_sin = rotary(start, end, head_size, x.device)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
             cache = caches[i] if caches else None
             if self.config.checkpoint:
-                x = checkpoint(block, x, turn, cache, use_reentrant=False)
+                x = checkpoint(block, x, cos_sin, cache, use_reentrant=False)
             else:
-                x = block(x, turn, cache)
+                x = block(x, cos_sin, cache)
         return self.transformer.ln_f(x)
 
     @torch.no_grad()
@@ -190,11 +198,11 @@ class GPT(nn.Module):
         generator=None,
         use_cache=True,
     ):
-        """Append max_new_tokens tokens to each row of idx, (B, T), and return all.
+        """Continue each row of idx, (B, T), by max_new_tokens tokens, and return all.
 
-        A temperature of 0 takes the most likely token. top_k: choose among the k most
-        likely ones only. generator: the torch.Generator to draw from. Past block_size
-        the model sees the last block_size tokens. Dropout is off.
+        temperature: below 1, likely tokens become more likely; 0 takes the most likely
+        one. top_k: choose among the k most likely tokens only. generator: the
+        torch.Generator to draw from. The model sees the last block_size tokens.
         """
         training = self.training
         self.eval()
@@ -203,7 +211,7 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             if caches and idx.size(1) <= block_size:
                 x = self.hidden(idx[:, caches[0].length :], caches)
-            else:  # every token moves to another position: cached keys are of no use
+            else:  # each token has another position now, so its cached key is wrong
                 x = self.hidden(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1]).float()
             idx = torch.cat((idx, sample(logits, temperature, top_k, generator)), dim=1)
@@ -213,8 +221,8 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """Floating-point operations of forward and backward, per token of a full block.
 
-        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where N is the
-        number of weights in the matrices that a token is multiplied by.
+        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where L is n_layer
+        and N the number of weights in all matrices that a token is multiplied by.
         """
         linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
         weights = sum(m.weight.numel() for m in linears)
@@ -223,7 +231,7 @@ class GPT(nn.Module):
 
 
 def sample(logits, temperature, top_k, generator):
-    """Draw one token from each row of logits, (B, V). Returns (B, 1)."""
+    """Choose a token by each row of logits, (B, V). Returns (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
@@ -233,11 +241,8 @@ def sample(logits, temperature, top_k, generator):
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
 
 
-class MuonAdamW:
-    """Muon for some parameters and AdamW for the others, behind one optimizer.
-
-    A GradScaler sees the gradients of both, and so skips the step of both or of none.
-    """
+class Together:
+    """Several optimizers as one, for a schedule, a scaler and a snapshot."""
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
@@ -263,25 +268,24 @@ class MuonAdamW:
 
 
 def make_optimizer(model, lr, weight_decay):
-    """Muon for the matrices of the blocks, AdamW for the rest."""
+    """Muon for the matrices of the blocks, AdamW for all else. Biases, norms: no decay.
+
+    Each parameter group has its "initial_lr", so that a schedule can scale its "lr".
+    """
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
     in_muon = set(matrices)
-    rest = [p for p in model.parameters() if p not in in_muon]
+    params = [p for p in model.parameters() if p not in in_muon]
     groups = [
-        {
-            "params": [p for p in rest if p.dim() >= 2],
-            "weight_decay": weight_decay,
-        },
-        {
-            "params": [p for p in rest if p.dim() < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    # With this adjust_lr_fn, a step of Muon is as large as one of AdamW, so that both
+    # share one lr (Liu et al., "Muon is Scalable for LLM Training", 2025).
     muon = torch.optim.Muon(
         matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    optimizer = MuonAdamW(muon, adamw)
+    optimizer = Together(muon, optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = lr
     return optimizer

@@ -194,9 +194,11 @@ def load_model(args, vocab_size):
 
 def load_gpt2(args, typed, vocab_size):
     """GPT-2 with the weights of --init-from, which must fit what else was typed."""
-    from mingpt.gpt2_weights import load_gpt2
-
-    model = load_gpt2(args.init_from)
+    try:
+        from mingpt import gpt2_weights
+    except ModuleNotFoundError as error:
+        utils.fail(f"--init-from needs a package: pip install {error.name}")
+    model = gpt2_weights.load_gpt2(args.init_from, args.dropout, args.checkpoint)
     if args.preset:
         typed = {**gpt2.PRESETS[args.preset], **typed}
     for name, value in typed.items():
@@ -209,8 +211,6 @@ def load_gpt2(args, typed, vocab_size):
             f" and --tokenizer {args.tokenizer} has {vocab_size}: give the"
             " tokenizer.json that belongs to it"
         )
-    model.set_dropout(args.dropout)
-    model.config.checkpoint = args.checkpoint
     return model
 
 

@@ -1,0 +1,96 @@
+"""What must hold for mingpt/model.py and mingpt/modern.py alike.
+
+`module` is one of them, or any module with the same names.
+"""
+
+import torch
+
+
+def build(module, seed=0, **options):
+    """A small GPT in float64, so that a comparison can be tight."""
+    size = {"block_size": 16, "vocab_size": 31, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    torch.manual_seed(seed)
+    return module.GPT(module.GPTConfig(**size | options)).double()
+
+
+def awake(model, seed=1):
+    """`model` with weights so large, and none zero, that every part of it matters."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)
+    return model
+
+
+def tokens(model, rows=2, length=None, seed=2):
+    """Random tokens (rows, length), by default as long as the model can see."""
+    generator = torch.Generator().manual_seed(seed)
+    c = model.config
+    shape = rows, length or c.block_size
+    return torch.randint(c.vocab_size, shape, generator=generator)
+
+
+def check_causal(model, call=None):
+    """A changed token moves no logit before it, and moves its own and all later ones.
+
+    call: the model, or the same model compiled.
+    """
+    idx = tokens(model)
+    call = model if call is None else call
+
+    def logits(idx):
+        torch.manual_seed(3)  # the same dropout each time
+        return call(idx)[0].detach()
+
+    base = logits(idx)
+    for t in (1, idx.size(1) // 2, idx.size(1) - 1):
+        changed = idx.clone()
+        changed[:, t] = (idx[:, t] + 1) % model.config.vocab_size
+        moved = (logits(changed) - base).abs().amax(dim=(0, 2))
+        assert moved[:t].max() < 1e-12, f"token {t} moved a logit before it"
+        assert moved[t:].min() > 1e-6, f"token {t} moved no logit after it"
+
+
+def check_cache(model):
+    """Generation with and without the cache agrees, also past block_size."""
+    idx = tokens(model, length=5)
+    steps = 2 * model.config.block_size
+    for options in ({"temperature": 0}, {}, {"temperature": 0.7, "top_k": 5}):
+        texts = [
+            model.generate(
+                idx,
+                steps,
+                **options,
+                generator=torch.Generator().manual_seed(4),
+                use_cache=use_cache,
+            )
+            for use_cache in (True, False)
+        ]
+        assert texts[0].shape == (2, 5 + steps)
+        assert torch.equal(texts[0][:, :5], idx)
+        assert torch.equal(*texts)
+
+
+def train(module, model, batches, lr=3e-3, weight_decay=0.0):
+    """Train on [(idx, targets)]. Returns the loss of each step."""
+    optimizer = module.make_optimizer(model, lr, weight_decay)
+    model.train()
+    losses = []
+    for idx, targets in batches:
+        loss = model(idx, targets)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_overfits(module, steps=80):
+    """It learns one batch by heart, whose rows differ from their first token on."""
+    model = build(module).float()
+    torch.manual_seed(5)
+    text = torch.randint(31, (4, 17))
+    text[:, 0] = torch.arange(4)
+    losses = train(module, model, [(text[:, :-1], text[:, 1:])] * steps, lr=1e-2)
+    assert losses[0] > 3
+    assert losses[-1] < 0.05

@@ -1,0 +1,266 @@
+"""mingpt/model.py: causality, the loss, the cache, the sizes, the optimizer."""
+
+import math
+import os
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mingpt import model as module
+from tests.gpt_checks import (
+    awake,
+    build,
+    check_cache,
+    check_causal,
+    check_overfits,
+    tokens,
+    train,
+)
+
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+# The future
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_causal(checkpoint, dropout):
+    check_causal(awake(build(module, checkpoint=checkpoint, dropout=dropout)).train())
+
+
+@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
+def test_causal_compiled():
+    model = awake(build(module, n_layer=1, dropout=0.2)).train()
+    check_causal(model, torch.compile(model))
+
+
+def test_causal_cached():
+    """The cache gives the hidden states of a model that has never seen the future."""
+    model = awake(build(module)).eval()
+    idx = tokens(model)
+    caches = [module.KVCache() for _ in model.transformer.h]
+    parts = [model.hidden(x, caches) for x in idx.split([5] + [1] * 11, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.hidden(idx))
+
+
+def losses_on_random_tokens():
+    """The losses of 300 steps, each on random tokens that were never seen before."""
+    model = build(module, vocab_size=7, n_layer=1).float()
+    torch.manual_seed(6)
+    texts = torch.randint(7, (300, 16, 17))
+    return train(module, model, [(x[:, :-1], x[:, 1:]) for x in texts])
+
+
+def test_random_tokens_cannot_be_predicted():
+    """The mean of 300 losses of 256 tokens each: its noise is far below 0.01."""
+    losses = losses_on_random_tokens()[-100:]
+    assert sum(losses) / len(losses) > math.log(7) - 0.01
+
+
+def test_a_model_that_sees_the_future_predicts_random_tokens(monkeypatch):
+    """So the test above can fail: it finds a missing mask."""
+
+    def without_mask(q, k, v, dropout_p, is_causal, attend=attend):
+        return attend(q, k, v, dropout_p=dropout_p)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", without_mask)
+    assert losses_on_random_tokens()[-1] < math.log(7) - 0.3
+
+
+attend = F.scaled_dot_product_attention
+
+
+# The loss
+
+
+def test_overfits():
+    check_overfits(module)
+
+
+def test_the_first_loss_is_that_of_a_guess():
+    model = build(module, n_embd=128, n_layer=4, vocab_size=500).float()
+    idx, targets = tokens(model, rows=16), tokens(model, rows=16, seed=7)
+    assert abs(model(idx, targets)[1].item() - math.log(500)) < 0.1
+
+
+def test_targets_of_minus_one_do_not_count():
+    model = awake(build(module))
+    idx, targets = tokens(model), tokens(model, seed=7)
+    targets[0, 3:] = -1
+    logits, loss = model(idx, targets)
+    logits.retain_grad()
+    loss.backward()
+    counted = logits.log_softmax(-1)[targets >= 0]
+    chosen = counted.gather(1, targets[targets >= 0].unsqueeze(1))
+    torch.testing.assert_close(loss, -chosen.mean())
+    assert logits.grad[targets < 0].count_nonzero() == 0
+    assert logits.grad[targets >= 0].count_nonzero() > 0
+    assert model(idx)[1] is None
+
+
+def test_the_loss_is_float32_where_the_logits_are_not():
+    model = awake(build(module)).float()
+    idx, targets = tokens(model), tokens(model, seed=7)
+    exact = model(idx, targets)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(idx, targets)
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    assert abs(loss - exact) < 0.05 * exact
+    model.bfloat16()
+    assert model(idx, targets)[1].dtype == torch.float32
+
+
+def test_checkpoint_changes_the_memory_and_no_gradient():
+    found = []
+    for checkpoint in (False, True):
+        kept = []
+        model = awake(build(module, checkpoint=checkpoint, dropout=0.2)).train()
+        idx, targets = tokens(model), tokens(model, seed=7)
+        torch.manual_seed(8)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x
+        ):
+            loss = model(idx, targets)[1]
+        loss.backward()
+        found.append((sum(kept), loss, [p.grad for p in model.parameters()]))
+    assert found[1][0] < found[0][0] / 2
+    torch.testing.assert_close(found[1][1:], found[0][1:], rtol=0, atol=0)
+
+
+# Speed
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that PyTorch runs."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", []), str(function)]
+        return function(*args, **kwargs or {})
+
+
+def test_attention_is_fused_and_copies_nothing():
+    model = build(module).float()
+    with Operations() as seen:
+        model(tokens(model))
+    assert sum("flash_attention" in x for x in seen.names) == model.config.n_layer
+    assert not [x for x in seen.names if "clone" in x or "copy" in x]
+
+
+def test_flops_per_token_are_those_that_pytorch_counts():
+    model = build(module).float()
+    idx, targets = tokens(model), tokens(model, seed=7)
+    # Only this kind of attention is counted on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx, targets)[1].backward()
+    assert counter.get_total_flops() == model.flops_per_token() * idx.numel()
+
+
+# Generation
+
+
+def test_cached_generation_equals_uncached():
+    check_cache(awake(build(module)))
+
+
+def test_the_cache_saves_work(monkeypatch):
+    model = build(module)
+    lengths = []
+    model.transformer.wte.register_forward_hook(
+        lambda wte, args, out: lengths.append(args[0].size(1))
+    )
+    model.generate(tokens(model, length=5), 14)
+    assert lengths == [5] + [1] * 11 + [16, 16]
+    lengths.clear()
+    model.generate(tokens(model, length=5), 3, use_cache=False)
+    assert lengths == [5, 6, 7]
+
+
+def test_generates_without_dropout_and_goes_on_training():
+    model = awake(build(module, dropout=0.5)).train()
+    idx = tokens(model, length=3)
+    texts = [model.generate(idx, 12, temperature=0) for _ in range(2)]
+    assert torch.equal(*texts)
+    assert model.training
+    assert not model.eval().generate(idx, 1).requires_grad
+    assert not model.training
+
+
+def test_temperature_and_top_k_choose():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4000, 1)
+
+    def shares(temperature, top_k):
+        generator = torch.Generator().manual_seed(9)
+        drawn = module.sample(logits, temperature, top_k, generator)
+        assert drawn.shape == (4000, 1)
+        return drawn.flatten().bincount(minlength=4) / 4000
+
+    for temperature in (0.5, 2.0):
+        expected = (logits[0] / temperature).softmax(0)
+        assert (shares(temperature, None) - expected).abs().max() < 0.03
+    assert shares(1.0, 2).gt(0).tolist() == [False, True, False, True]
+    assert shares(1.0, 9).gt(0).all()
+    assert shares(0, None).tolist() == shares(1.0, 1).tolist() == [0, 1, 0, 0]
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    "preset, parameters",
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_presets_have_the_parameters_of_gpt2(preset, parameters):
+    with torch.device("meta"):
+        model = module.GPT(module.GPTConfig(**module.PRESETS[preset]))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_initial_weights_are_those_of_gpt2():
+    model = build(module, n_embd=256, n_layer=8, vocab_size=500)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert p.count_nonzero() == 0
+        elif p.dim() == 1:
+            assert p.eq(1).all()
+        else:
+            expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_too_many_tokens_and_unequal_heads_are_refused():
+    model = build(module)
+    with pytest.raises(ValueError, match="17 tokens: block_size is 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match="32 wide: no 3 equal heads"):
+        build(module, n_head=3)
+
+
+# The optimizer
+
+
+def test_only_matrices_and_embeddings_decay():
+    model = build(module)
+    optimizer = module.make_optimizer(model, 1e-3, 0.1)
+    names = {p: name for name, p in model.named_parameters()}
+    decayed, others = (
+        {names[p] for p in group["params"]} for group in optimizer.param_groups
+    )
+    assert decayed | others == set(names.values())
+    assert {n for n in names.values() if n.endswith(".bias") or ".ln_" in n} == others
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == [0.1, 0.0]
+    for group in optimizer.param_groups:
+        assert group["lr"] == group["initial_lr"] == 1e-3
+        assert group["betas"] == (0.9, 0.95)
+        assert group["fused"]

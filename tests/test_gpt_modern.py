@@ -1,0 +1,337 @@
+"""mingpt/modern.py: each change alone, all but each, and what each of them claims."""
+
+import types
+
+import pytest
+import torch
+
+from ladder.diffs import hunks
+from ladder.rungs import read_lines
+from mingpt import model as parent
+from mingpt import modern as module
+from tests.gpt_checks import (
+    awake,
+    build,
+    check_cache,
+    check_causal,
+    check_overfits,
+    tokens,
+)
+from tests.test_gpt_model import COMPILER
+
+PARENT, CHILD = "mingpt/model.py", "mingpt/modern.py"
+
+# {change: a text of each of its hunks, which no other hunk has}. The docstring of the
+# file belongs to no change.
+CHANGES = {
+    "rotary positions": [
+        "def apply_rotary",
+        "def forward(self, x, cos_sin, cache):",
+        "q, k = apply_rotary(",
+        "self.attn(self.ln_1(x), cos_sin, cache)",
+        '"wpe"',
+        "cos_sin = rotary(",
+        "checkpoint(block, x, cos_sin",
+        "x = block(x, cos_sin, cache)",
+    ],
+    "RMSNorm": [
+        "self.ln_1 = nn.RMSNorm",
+        "self.ln_2 = nn.RMSNorm",
+        '"ln_f": nn.RMSNorm',
+    ],
+    "QK-norm": ["F.rms_norm("],
+    "squared ReLU": ["F.relu("],
+    "zero-initialised projections": ["nn.init.zeros_"],
+    "no biases": ["self.c_attn = nn.Linear", "self.c_fc = nn.Linear"],
+    "Muon": ["class Together", '"""Muon', "matrices = [", "torch.optim.Muon("],
+}
+
+
+def change_of(hunk):
+    """The change that a hunk belongs to, or None for the file's docstring."""
+    if hunk.old_start <= len(parent.__doc__.splitlines()):
+        return None
+    text = "\n".join(hunk.lines)
+    (change,) = [c for c, texts in CHANGES.items() for x in texts if x in text]
+    return change
+
+
+def text_with(changes):
+    """The text of model.py after these changes."""
+    lines = read_lines(PARENT)
+    for hunk in reversed(hunks(PARENT, CHILD)):
+        if change_of(hunk) in changes:
+            start = hunk.old_start - 1
+            lines[start : start + len(hunk.removed)] = hunk.added
+    return "\n".join(lines) + "\n"
+
+
+def module_with(*changes):
+    """model.py after these changes, as a module."""
+    made = types.ModuleType("made")
+    exec(compile(text_with(changes), "made", "exec"), made.__dict__)
+    return made
+
+
+def test_the_changes_are_the_whole_diff():
+    assert text_with([]) == "\n".join(read_lines(PARENT)) + "\n"
+    assert text_with([None, *CHANGES]) == "\n".join(read_lines(CHILD)) + "\n"
+    assert {change_of(x) for x in hunks(PARENT, CHILD)} == {None, *CHANGES}
+    texts = [x for texts in CHANGES.values() for x in texts]
+    assert len(texts) == len([x for x in hunks(PARENT, CHILD) if change_of(x)])
+
+
+@pytest.mark.parametrize("out", [False, True], ids=["alone", "without"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_works_alone_and_the_others_without_it(change, out):
+    changes = [x for x in CHANGES if (x == change) != out]
+    made = module_with(*changes)
+    model = awake(build(made, checkpoint=True))
+    check_causal(model)
+    check_cache(model)
+    check_overfits(made)
+    # The change is there, and with `out`, all the others are.
+    names = {name for name, _ in model.named_parameters()}
+    assert ("transformer.wpe.weight" in names) == ("rotary positions" not in changes)
+    assert ("transformer.ln_f.weight" in names) == ("RMSNorm" not in changes)
+    assert ("transformer.h.0.mlp.c_fc.bias" in names) == ("no biases" not in changes)
+    starts_at_zero = not build(made).transformer.h[0].mlp.c_proj.weight.any()
+    assert starts_at_zero == ("zero-initialised projections" in changes)
+    optimizer = made.make_optimizer(model, 1e-3, 0.1)
+    has_muon = not isinstance(optimizer, torch.optim.AdamW)
+    assert has_muon == ("Muon" in changes)
+
+
+# All changes together
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_causal(checkpoint, dropout):
+    check_causal(awake(build(module, checkpoint=checkpoint, dropout=dropout)).train())
+
+
+@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
+def test_causal_compiled():
+    model = awake(build(module, n_layer=1, dropout=0.2)).train()
+    check_causal(model, torch.compile(model))
+
+
+def test_cached_generation_equals_uncached():
+    check_cache(awake(build(module)))
+
+
+def test_overfits():
+    check_overfits(module)
+
+
+def test_autocast_keeps_the_attention_in_16_bits():
+    model = awake(build(module)).float()
+    seen = []
+
+    def attend(q, k, v, attend=torch.nn.functional.scaled_dot_product_attention, **kw):
+        out = attend(q, k, v, **kw)
+        seen.append(out.dtype)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss = model(tokens(model), tokens(model, seed=7))
+    assert set(seen) == {torch.bfloat16}
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+
+
+# What each change claims
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64)
+
+    def scores(start):
+        cos_sin = module.rotary(start, start + 6, 8, q.device)
+        turned = [module.apply_rotary(x, cos_sin) for x in (q, k)]
+        assert torch.allclose(turned[0].norm(dim=-1), q.norm(dim=-1))
+        return turned[0] @ turned[1].mT
+
+    torch.testing.assert_close(scores(0), scores(50), rtol=0, atol=1e-5)
+    # Position 0 is not turned, and no two distances give the same score.
+    assert torch.equal(scores(0)[..., 0, 0], (q @ k.mT)[..., 0, 0])
+    q[:], k[:] = q[..., :1, :].clone(), k[..., :1, :].clone()
+    assert len(scores(0)[0, 0, 5].round(decimals=3).unique()) == 6
+
+
+def test_rotary_moves_with_the_text():
+    """A block computes the same at other positions, as long as they are in a row."""
+    model = awake(build(module))
+    block, x = model.transformer.h[0], model.transformer.wte(tokens(model))
+    at = [block(x, module.rotary(start, start + 16, 16, x.device)) for start in (0, 7)]
+    torch.testing.assert_close(*at, rtol=0, atol=1e-4)
+    stretched = module.rotary(0, 32, 16, x.device)
+    other = block(x, [y[::2] for y in stretched])
+    assert (other - at[0]).abs().max() > 0.1
+
+
+def test_norms_have_no_parameters_and_do_not_center():
+    model = build(module)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]
+    assert len(norms) == 2 * model.config.n_layer + 1
+    assert not [p for norm in norms for p in norm.parameters()]
+    x = 3 + 5 * torch.randn(4, 32, dtype=torch.float64)
+    torch.testing.assert_close(norms[0](x), x / x.square().mean(1, True).sqrt())
+
+
+def test_qk_norm_makes_scores_independent_of_the_size_of_queries_and_keys():
+    model = awake(build(module))
+    idx = tokens(model)
+    before = model(idx)[0]
+    for name, changed in (("queries", slice(0, 32)), ("values", slice(64, 96))):
+        with torch.no_grad():
+            model.transformer.h[0].attn.c_attn.weight[changed] *= 10
+        same = torch.allclose(model(idx)[0], before)
+        assert same == (name == "queries")
+
+
+def test_squared_relu_is_quadratic():
+    mlp = awake(build(module)).transformer.h[0].mlp
+    x = torch.randn(4, 32, dtype=torch.float64)
+    torch.testing.assert_close(mlp(2 * x), 4 * mlp(x))
+    inner = x @ mlp.c_fc.weight.T
+    expected = torch.where(inner > 0, inner**2, 0) @ mlp.c_proj.weight.T
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_new_block_changes_nothing_and_the_head_is_the_embedding():
+    model = build(module)
+    x = model.transformer.wte(tokens(model))
+    torch.testing.assert_close(model.hidden(tokens(model)), model.transformer.ln_f(x))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.lm_head.weight.std() > 0.01
+
+
+def test_only_matrices_are_left():
+    assert {p.dim() for p in build(module).parameters()} == {2}
+
+
+# The two optimizers behind one
+
+
+def setup(steps=0, **options):
+    model = build(module, **options).float()
+    optimizer = module.make_optimizer(model, 1e-2, 0.1)
+    go_on(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def go_on(model, optimizer, steps):
+    """Training steps, each on a batch and with a learning rate of its own."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] / (step + 1)
+        idx = tokens(model, seed=step)
+        optimizer.zero_grad()
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    made = module_with("Muon")  # with biases and norms
+    model = build(made)
+    optimizer = made.make_optimizer(model, 1e-3, 0.1)
+    names = {p: name for name, p in model.named_parameters()}
+    muon, decay, rest = (
+        [names[p] for p in group["params"]] for group in optimizer.param_groups
+    )
+    assert sorted(muon + decay + rest) == sorted(names.values())
+    matrices = [n for n in names.values() if ".c_" in n and n.endswith(".weight")]
+    assert muon == matrices
+    assert len(muon) == 8
+    assert decay == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0]
+    for group in optimizer.param_groups:
+        assert group["lr"] == group["initial_lr"] == 1e-3
+
+
+def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
+    model = awake(build(module)).float()
+    optimizer = module.make_optimizer(model, 1e-2, 0.0)
+    before = weights(model)
+    go_on(model, optimizer, range(1))
+    for name, p, old in zip(
+        dict(model.named_parameters()), model.parameters(), before, strict=True
+    ):
+        step = (p.detach() - old) / 1e-2
+        if name == "transformer.wte.weight":
+            assert step.abs().max() == pytest.approx(1, abs=1e-3)
+        else:
+            values = torch.linalg.svdvals(step / (0.2 * max(step.shape) ** 0.5))
+            assert values.max() < 1.4
+            assert values.median() > 0.6
+
+
+def test_resumes_bit_identical(tmp_path):
+    expected, _ = setup(6)
+    model, optimizer = setup(3)
+    state = [model.state_dict(), optimizer.state_dict()]
+    torch.save(state, tmp_path / "snapshot.pt")
+    weights_only = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    model, optimizer = setup(0, seed=9)
+    model.load_state_dict(weights_only[0])
+    optimizer.load_state_dict(weights_only[1])
+    go_on(model, optimizer, range(3, 6))
+    assert all(same(weights(model), weights(expected)))
+    # Without the optimizer's state, the weights are others.
+    model, optimizer = setup(0, seed=9)
+    model.load_state_dict(weights_only[0])
+    go_on(model, optimizer, range(3, 6))
+    assert not any(same(weights(model), weights(expected)))
+
+
+def test_a_schedule_reaches_both_optimizers_also_after_a_resume():
+    model, optimizer = setup(2)
+    for _ in range(2):
+        before = weights(model)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+        assert all(same(weights(model), before))
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_one_zero_grad_for_both():
+    model, optimizer = setup(1)
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["transformer.wte", "transformer.h.1.mlp.c_fc"])
+def test_a_scaler_skips_both_optimizers_or_none(name):
+    """One infinite gradient, of either optimizer, and no weight of either moves."""
+    model, optimizer = setup(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    idx = tokens(model)
+    for spoiled in (True, False):
+        before = weights(model)
+        optimizer.zero_grad()
+        scaler.scale(model(idx[:, :-1], idx[:, 1:])[1]).backward()
+        gradient = model.get_submodule(name).weight.grad
+        if spoiled:
+            gradient[0, 0] = torch.inf
+        expected = weights(model) if spoiled else None
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [not x for x in same(weights(model), before)]
+        assert not any(moved) if expected else all(moved)
+        assert scaler.get_scale() == 512
