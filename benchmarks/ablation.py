@@ -94,7 +94,7 @@ def tuned(variant):
     """The variant whose learning rate this one takes: the same end and optimizer."""
     if variant.endswith("Muon"):
         return variant
-    return "modern.py" if variant.startswith("one out") else variant.split(":")[0]
+    return "modern.py" if variant.startswith(("one out", "modern")) else "model.py"
 
 
 class Training:
@@ -254,7 +254,7 @@ class Results:
 
 
 def fill(results, kind, texts, jobs):
-    """Make the runs of a kind that are missing."""
+    """Make the runs of a kind that are missing, and note each as soon as it is made."""
     todo = results.missing(kind, texts)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context) as pool:

@@ -278,6 +278,12 @@ def test_the_ablation_goes_on_where_it_was_and_prints_its_table(tmp_path, capsys
     results_of(path, made_up, seconds)
     found = ablation.Results(path)
     assert not any(found.missing(x, seconds) for x in ("rate", "tokens", "time"))
+    assert {ablation.tuned(x) for x in seconds} == {
+        "model.py",
+        "one in: Muon",
+        "one out: Muon",
+        "modern.py",
+    }
     assert found.rate("one in: RMSNorm") == 0.005
     assert found.steps_in_time("modern.py") == ablation.STEPS / 2
     ablation.print_table(found)
