@@ -94,6 +94,20 @@ def hunks(old, new):
     return found
 
 
+def mix(old, new, numbers):
+    """The text of `old` with only some hunks of the diff to `new` in it.
+
+    `numbers`: those of the hunks. None of them gives `old`, and all of them give `new`.
+    """
+    before, lines, done = read_lines(old), [], 0
+    for hunk in hunks(old, new):
+        start = hunk.old_start - 1
+        lines += before[done:start]
+        lines += hunk.added if hunk.number in numbers else hunk.removed
+        done = start + len(hunk.removed)
+    return "\n".join([*lines, *before[done:]]) + "\n"
+
+
 def changes(old, new):
     """[(i1, i2, j1, j2)]: the lines `old[i1:i2]` have become the lines `new[j1:j2]`."""
     if new in SEQUELS:
