@@ -9,13 +9,19 @@ import sys
 
 
 def print_setting(*packages):
-    """The command, the machine, the versions of Python and of `packages`."""
+    print("\n".join(setting(*packages)))
+
+
+def setting(*packages):
+    """Lines: the command, the machine, the versions of Python and of `packages`."""
     module = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
     found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    print(f"command   {shlex.join(command)}")
-    print(f"machine   {cpu_model()}, {os.cpu_count()} cores, {platform.system()}")
-    print(f"versions  python {platform.python_version()}, {', '.join(found)}")
+    return [
+        f"command   {shlex.join(command)}",
+        f"machine   {cpu_model()}, {os.cpu_count()} cores, {platform.system()}",
+        f"versions  python {platform.python_version()}, {', '.join(found)}",
+    ]
 
 
 def cpu_model():

@@ -86,7 +86,6 @@ def hunks(old, new):
     """The hunks of the diff between two files, without lines of context."""
     before, after = read_lines(old), read_lines(new)
     removed_from, added_to = scopes(old), scopes(new)
-    changes = by_function if new in SEQUELS else in_one_piece
     found = []
     for i1, i2, j1, j2 in changes(old, new):
         place = (j1 + 1, added_to) if j2 > j1 else (i1 + 1, removed_from)
@@ -95,15 +94,31 @@ def hunks(old, new):
     return found
 
 
-def in_one_piece(old, new):
+def mix(old, new, numbers):
+    """The text of `old` with only some hunks of the diff to `new` in it.
+
+    `numbers`: those of the hunks. None of them gives `old`, and all of them give `new`.
+    """
+    before, lines, done = read_lines(old), [], 0
+    for hunk in hunks(old, new):
+        start = hunk.old_start - 1
+        lines += before[done:start]
+        lines += hunk.added if hunk.number in numbers else hunk.removed
+        done = start + len(hunk.removed)
+    return "\n".join([*lines, *before[done:]]) + "\n"
+
+
+def changes(old, new):
     """[(i1, i2, j1, j2)]: the lines `old[i1:i2]` have become the lines `new[j1:j2]`."""
+    if new in SEQUELS:
+        return by_function(old, new)
     files = read_lines(old), read_lines(new)
     matcher = difflib.SequenceMatcher(None, *files, autojunk=False)
     return [x for tag, *x in matcher.get_opcodes() if tag != "equal"]
 
 
 def by_function(old, new):
-    """As `in_one_piece`. A change ends where another function begins."""
+    """What `changes` returns. A change ends where another function begins."""
     before, after = read_lines(old), read_lines(new)
     there = functions(old), functions(new)
     pairs = [(0, 0), *function_pairs(*there), (len(before), len(after))]

@@ -35,6 +35,7 @@ GROUPS = {
         "preemptible",
         "ddp2",
         "train_loop",
+        "modern_gpt",
     ],
     "When it breaks": ["it_hangs", "troubleshooting", "when_machines_fail"],
     "Evidence": ["what_is_proven", "preflight_inside", "preemptible_measured"],

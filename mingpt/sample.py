@@ -64,8 +64,7 @@ def load_gpt2(path, tokenizer_file):
 
     if not tokenizer_file:
         utils.fail("--init-from needs --tokenizer with the tokenizer.json of the model")
-    text = data.read_tokenizer_file(tokenizer_file)
-    return gpt2_weights.load_gpt2(path), data.FileTokenizer(text, tokenizer_file)
+    return gpt2_weights.load_gpt2(path), data.read_tokenizer(tokenizer_file)
 
 
 def main(args):

@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ladder.diffs import hunks
+from ladder.diffs import changes, hunks
 from ladder.files import copy_tree
 from ladder.pages import named_tests
 from ladder.rungs import ALL_EDGES, EDGES, ROOT, RUNGS, SEQUELS
@@ -262,8 +262,7 @@ class Proof:
     def __init__(self, edge, root, only, names):
         self.edge, self.names = edge, names
         self.child = edge[1]
-        texts = [(root / name).read_text() if name else "" for name in edge]
-        self.mutants = mutants(*texts)
+        self.mutants = mutants_of(edge, root)
         if edge == UTILS:  # statement by statement: its arguments would take an hour
             self.mutants = [x for x in self.mutants if x.kind != "argument"]
         self.chosen = [mutant for mutant in self.mutants if only in mutant.what]
@@ -400,6 +399,12 @@ class Proof:
             elif what in [x.what for x in self.chosen] and what not in self.justified:
                 wrong.append(f"survivors.txt: {what} — {reason}: does not survive")
         return wrong
+
+
+def mutants_of(edge, root=ROOT):
+    """The mutants of a diff, whose hunks are those that the chapters explain."""
+    texts = [(root / name).read_text() if name else "" for name in edge]
+    return mutants(*texts, changes(*edge) if edge[1] in SEQUELS else None)
 
 
 def is_of(test, named):

@@ -33,13 +33,14 @@ class Mutant(NamedTuple):
     text: str
 
 
-def mutants(parent, child):
+def mutants(parent, child, changes=None):
     """The mutants of the diff between two texts, sorted by their lines.
 
     None of them means the same as the child or as another: comments and layout do not
-    count. With an empty parent all of the child is added.
+    count. With an empty parent all of the child is added. changes: as ladder.diffs has
+    them; by default, those that difflib finds.
     """
-    diff = Diff(parent, child)
+    diff = Diff(parent, child, changes)
     original = meaning(child)
     found = {}  # by what they mean
     for attempts in [*statements(diff), *arguments(diff), *put_back(diff)]:
@@ -70,7 +71,7 @@ class Diff:
     comments and the docstrings of functions are left out: they change nothing.
     """
 
-    def __init__(self, parent, child):
+    def __init__(self, parent, child, changes=None):
         self.parent, self.child = parent, child
         self.old, self.new = parent.split("\n"), child.split("\n")
         self.tree = ast.parse(child)
@@ -78,14 +79,15 @@ class Diff:
         self.old_units, self.units = logical_lines(parent), logical_lines(child)
         self.pairs = self._pair_units()
         matcher = difflib.SequenceMatcher(None, self.old, self.new, autojunk=False)
-        self.hunks = [x for x in matcher.get_opcodes() if x[0] != "equal"]
+        found = [x for tag, *x in matcher.get_opcodes() if tag != "equal"]
+        self.hunks = [tuple(x) for x in changes or found]
         code = {line for first, last in self.units for line in range(first, last + 1)}
         code -= self._docstring_lines()
         changed = code - self._only_commented()
         self.added = {
             line: hunk
             for hunk in self.hunks
-            for line in range(hunk[3] + 1, hunk[4] + 1)
+            for line in range(hunk[2] + 1, hunk[3] + 1)
             if line in changed and self.new[line - 1].strip()
         }
         self.code = code
@@ -163,7 +165,7 @@ class Diff:
         for hunk in self.hunks:
             if any(self.added.get(x) == hunk for x in range(first, last + 1)):
                 touched.append(hunk)
-        for _, i1, i2, j1, j2 in reversed(touched):
+        for i1, i2, j1, j2 in reversed(touched):
             lines[j1:j2] = self.old[i1:i2]
         return "\n".join(lines)
 
@@ -278,7 +280,7 @@ def take_out(diff, first, last):
 def take_line_out(diff, line):
     """The same for one line of a statement that is only changed in part."""
     hunk, text = diff.added[line], diff.new[line - 1].strip()
-    removed = [x.strip() for x in diff.old[hunk[1] : hunk[2]] if x.strip()]
+    removed = [x.strip() for x in diff.old[hunk[0] : hunk[1]] if x.strip()]
     lines = [max(removed, key=lambda old: similarity(old, text))] if removed else []
     lines = [x for x in lines if similarity(x, text) > SIMILAR]
     texts = [
@@ -333,7 +335,7 @@ def take_branch_out(diff, first, last):
 
 def put_back(diff):
     """For each hunk that only removes lines: the child with them."""
-    for _, i1, i2, j1, j2 in diff.hunks:
+    for i1, i2, j1, j2 in diff.hunks:
         if j1 == j2:
             lines = diff.old[i1:i2]
             text = "\n".join([*diff.new[:j1], *lines, *diff.new[j1:]])

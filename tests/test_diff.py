@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from ladder.diffs import by_function, changed_lines, hunks, unified
+from ladder.diffs import by_function, changed_lines, hunks, mix, unified
 from ladder.rungs import (
     ALL_EDGES,
     EDGES,
@@ -141,6 +141,15 @@ def test_function_by_function_no_line_is_lost(parent, child):
     for i1, i2, j1, j2 in reversed(by_function(parent, child)):
         old[i1:i2] = new[j1:j2]
     assert old == new
+
+
+@pytest.mark.parametrize(("parent", "child"), ALL)
+def test_a_mix_has_the_hunks_that_it_is_given(parent, child):
+    old, new = ((ROOT / x).read_text() for x in (parent, child))
+    numbers = {hunk.number for hunk in hunks(parent, child)}
+    assert (mix(parent, child, set()), mix(parent, child, numbers)) == (old, new)
+    first = hunks(parent, child)[0]
+    assert mix(parent, child, {1}) == old.replace(*map("\n".join, first[2::2]), 1)
 
 
 def test_the_root_holds_three_scripts():

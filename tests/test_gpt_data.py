@@ -229,6 +229,8 @@ def test_a_split_without_lines_is_between_characters():
     assert len(train) + len(val) == 3003 and 290 < len(val) <= 300
     train, val = split([b"title\n" + b"x" * 1000])
     assert len(val) == 100
+    train, val = split([b"x" * 1000 + b"\n" + b"y" * 10])
+    assert len(val) == 101  # the last line alone would be too short
     train, val = split([b"x"])
     assert (len(train), len(val)) == (1, 0)
 

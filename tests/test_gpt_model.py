@@ -168,17 +168,22 @@ def test_cached_generation_equals_uncached():
     check_cache(awake(build(module)))
 
 
-def test_the_cache_saves_work(monkeypatch):
+def test_the_cache_saves_work():
     model = build(module)
-    lengths = []
+    lengths, last = [], []
     model.transformer.wte.register_forward_hook(
         lambda wte, args, out: lengths.append(args[0].size(1))
+    )
+    model.lm_head.register_forward_hook(
+        lambda head, args, out: last.append((out.dim(), out.requires_grad))
     )
     model.generate(tokens(model, length=5), 14)
     assert lengths == [5] + [1] * 11 + [16, 16]
     lengths.clear()
     model.generate(tokens(model, length=5), 3, use_cache=False)
     assert lengths == [5, 6, 7]
+    # The head is asked for one token of each row, and nothing is kept for backward.
+    assert set(last) == {(2, False)}
 
 
 def test_generates_without_dropout_and_goes_on_training():
@@ -187,7 +192,7 @@ def test_generates_without_dropout_and_goes_on_training():
     texts = [model.generate(idx, 12, temperature=0) for _ in range(2)]
     assert torch.equal(*texts)
     assert model.training
-    assert not model.eval().generate(idx, 1).requires_grad
+    model.eval().generate(idx, 1)
     assert not model.training
 
 
@@ -236,6 +241,25 @@ def test_initial_weights_are_those_of_gpt2():
         else:
             expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_dropout_is_where_gpt2_has_it():
+    """With a probability of 0.5, on embeddings, attention and both projections."""
+
+    def zeros(x):
+        return x.eq(0).float().mean().item()
+
+    model = build(module, n_layer=1, dropout=0.5, n_embd=256, n_head=64).train()
+    block, x = model.transformer.h[0], torch.randn(64, 1, 256, dtype=torch.float64)
+    assert zeros(block.mlp(x)) == pytest.approx(0.5, abs=0.02)
+    # One token sees itself alone, so that half of the heads are lost. The projection,
+    # which mixes the heads, becomes the identity here.
+    torch.nn.init.eye_(block.attn.c_proj.weight)
+    assert zeros(block.attn(x, None)) == pytest.approx(0.75, abs=0.02)
+    model.transformer.h = torch.nn.ModuleList()
+    model.transformer.ln_f = torch.nn.Identity()
+    assert zeros(model.hidden(tokens(model))) == pytest.approx(0.5, abs=0.02)
+    assert zeros(block.eval()(x)) == zeros(model.eval().hidden(tokens(model))) == 0
 
 
 def test_too_many_tokens_and_unequal_heads_are_refused():

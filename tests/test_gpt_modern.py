@@ -1,13 +1,9 @@
 """mingpt/modern.py: each change alone, all but each, and what each of them claims."""
 
-import types
-
 import pytest
 import torch
 
-from ladder.diffs import hunks
-from ladder.rungs import read_lines
-from mingpt import model as parent
+from benchmarks import ablation
 from mingpt import modern as module
 from tests.gpt_checks import (
     awake,
@@ -19,84 +15,30 @@ from tests.gpt_checks import (
 )
 from tests.test_gpt_model import COMPILER
 
-PARENT, CHILD = "mingpt/model.py", "mingpt/modern.py"
-
-# {change: a text of each of its hunks, which no other hunk has}. The docstring of the
-# file belongs to no change.
-CHANGES = {
-    "rotary positions": [
-        "def apply_rotary",
-        "def forward(self, x, cos_sin, cache):",
-        "q, k = apply_rotary(",
-        "self.attn(self.ln_1(x), cos_sin, cache)",
-        '"wpe"',
-        "cos_sin = rotary(",
-        "checkpoint(block, x, cos_sin",
-        "x = block(x, cos_sin, cache)",
-    ],
-    "RMSNorm": [
-        "self.ln_1 = nn.RMSNorm",
-        "self.ln_2 = nn.RMSNorm",
-        '"ln_f": nn.RMSNorm',
-    ],
-    "QK-norm": ["F.rms_norm("],
-    "squared ReLU": ["F.relu("],
-    "zero-initialised projections": ["nn.init.zeros_"],
-    "no biases": ["self.c_attn = nn.Linear", "self.c_fc = nn.Linear"],
-    "Muon": ["class Together", '"""Muon', "matrices = [", "torch.optim.Muon("],
-}
+VARIANTS = ablation.variants()
 
 
-def change_of(hunk):
-    """The change that a hunk belongs to, or None for the file's docstring."""
-    if hunk.old_start <= len(parent.__doc__.splitlines()):
-        return None
-    text = "\n".join(hunk.lines)
-    (change,) = [c for c, texts in CHANGES.items() for x in texts if x in text]
-    return change
+def module_with(variant):
+    return ablation.load(variant, VARIANTS[variant])
 
 
-def text_with(changes):
-    """The text of model.py after these changes."""
-    lines = read_lines(PARENT)
-    for hunk in reversed(hunks(PARENT, CHILD)):
-        if change_of(hunk) in changes:
-            start = hunk.old_start - 1
-            lines[start : start + len(hunk.removed)] = hunk.added
-    return "\n".join(lines) + "\n"
-
-
-def module_with(*changes):
-    """model.py after these changes, as a module."""
-    made = types.ModuleType("made")
-    exec(compile(text_with(changes), "made", "exec"), made.__dict__)
-    return made
-
-
-def test_the_changes_are_the_whole_diff():
-    assert text_with([]) == "\n".join(read_lines(PARENT)) + "\n"
-    assert text_with([None, *CHANGES]) == "\n".join(read_lines(CHILD)) + "\n"
-    assert {change_of(x) for x in hunks(PARENT, CHILD)} == {None, *CHANGES}
-    texts = [x for texts in CHANGES.values() for x in texts]
-    assert len(texts) == len([x for x in hunks(PARENT, CHILD) if change_of(x)])
-
-
-@pytest.mark.parametrize("out", [False, True], ids=["alone", "without"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_each_change_works_alone_and_the_others_without_it(change, out):
-    changes = [x for x in CHANGES if (x == change) != out]
-    made = module_with(*changes)
+@pytest.mark.parametrize("which", ["one in", "one out"])
+@pytest.mark.parametrize("change", ablation.CHANGES.values())
+def test_each_change_works_alone_and_the_others_without_it(change, which):
+    out = which == "one out"
+    changes = [x for x in ablation.CHANGES.values() if (x == change) != out]
+    made = module_with(f"{which}: {change}")
     model = awake(build(made, checkpoint=True))
     check_causal(model)
     check_cache(model)
     check_overfits(made)
-    # The change is there, and with `out`, all the others are.
+    # The change is there, or all the others are.
     names = {name for name, _ in model.named_parameters()}
     assert ("transformer.wpe.weight" in names) == ("rotary positions" not in changes)
     assert ("transformer.ln_f.weight" in names) == ("RMSNorm" not in changes)
     assert ("transformer.h.0.mlp.c_fc.bias" in names) == ("no biases" not in changes)
     starts_at_zero = not build(made).transformer.h[0].mlp.c_proj.weight.any()
-    assert starts_at_zero == ("zero-initialised projections" in changes)
+    assert starts_at_zero == ("zero init" in changes)
     optimizer = made.make_optimizer(model, 1e-3, 0.1)
     has_muon = not isinstance(optimizer, torch.optim.AdamW)
     assert has_muon == ("Muon" in changes)
@@ -244,7 +186,7 @@ def same(one, other):
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    made = module_with("Muon")  # with biases and norms
+    made = module_with("one in: Muon")  # with biases and norms
     model = build(made)
     optimizer = made.make_optimizer(model, 1e-3, 0.1)
     names = {p: name for name, p in model.named_parameters()}

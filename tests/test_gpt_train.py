@@ -387,3 +387,65 @@ def test_golden_curve_misses_no_fault(tmp_path, fault):
     done = default_run(tmp_path, *options.get(fault, []), **env.get(fault, {}))
     assert done.returncode == 0, done.stderr
     assert distance(tmp_path) > 2 * TOLERANCE
+
+
+# Start from GPT-2's weights
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory, text):
+    """A folder with a small GPT-2 in Hugging Face's format, and its tokenizer."""
+    reason = "mingpt/requirements.txt is not installed"
+    tokenizers = pytest.importorskip("tokenizers", reason=reason)
+    pytest.importorskip("safetensors", reason=reason)
+    from mingpt.gpt2_weights import save_gpt2
+    from mingpt.model import GPT, GPTConfig
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train([str(text[1])], vocab_size=300)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}
+    model = GPT(GPTConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
+    save_gpt2(model, folder)
+    return folder, model
+
+
+def fine_tune(gpt, folder, *options, cwd):
+    weights = ["--init-from", folder, "--tokenizer", folder / "tokenizer.json"]
+    return gpt(*SHORT, *weights, *options, cwd=cwd)
+
+
+def test_fine_tuning_starts_from_these_weights(gpt, gpt2, tmp_path):
+    folder, model = gpt2
+    done = fine_tune(gpt, folder, "--lr", 1e-12, "--weight-decay", 0, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = load(tmp_path / "mingpt.pt")["MODEL_STATE"]
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(saved[name], weight, rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n-layer", 3], "has n_layer 2, not 3"),
+        (["--n-embd", 64], "has n_embd 32, not 64"),
+        (["--tokenizer", "bytes"], "has a vocabulary of 300 tokens, and --tokenizer"),
+    ],
+)
+def test_weights_of_another_size(gpt, gpt2, tmp_path, options, message):
+    done = fine_tune(gpt, gpt2[0], *options, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"train.py: error: {gpt2[0]} {message}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "mingpt.pt").exists()
+
+
+def test_gpt2_writes(gpt2, tmp_path):
+    folder, _ = gpt2
+    words = ["python", "-m", "mingpt.sample", "--tokens", 5, "--init-from", folder]
+    words += ["--prompt", "class", "--tokenizer", folder / "tokenizer.json"]
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("class")

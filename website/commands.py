@@ -27,7 +27,9 @@ SLOWEST = 12  # how many commands the table at the end has
 COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 
 VARIES = [
-    r"[\d,]+(?= samples/s)",
+    r"[\d,]+(?= (?:samples|tokens)/s)",
+    r"\d+% of [\d.]+(?= TFLOP/s)",
+    r"\d+ min \d+(?= s left)",
     r"\d+\.\d+ ?m?s\b",
     r"\d+\.\d+(?= small all-reduces)",
     r"(?<=pid: )\d+",

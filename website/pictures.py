@@ -241,7 +241,7 @@ def draw_ladder(steps, leaves, on):
     width, letters = column - GAP, (column - GAP - 28) // 7
     rows = -(-len(leaves) // 3)
     height = floor + (46 + (LEAF[1] + GAP) * rows if leaves else 0) + 12
-    title = "Each script is the one before it with a few lines changed"
+    title = "Each script is the one before it with some lines changed"
     svg = Svg(height, title, desc + ". ".join(said) + ".")
     for i, (name, what, _, size) in enumerate(steps):
         x, y = 20 + column * i, STEPS_TOP + RISE * (len(steps) - 1 - i)
@@ -271,8 +271,8 @@ def draw_ladder(steps, leaves, on):
             textwrap.wrap(what, 35, break_on_hyphens=False)[:2],
             "ink s",
         )
-        parent = parent.removeprefix("variants/")
-        svg.text(x + 12, y + 74, f"{size} changed lines from {parent}", "soft s")
+        lines = f"{size} changed lines from {Path(parent).name}"
+        svg.text(x + 12, y + 74, lines, "soft s")
     return svg.done()
 
 
