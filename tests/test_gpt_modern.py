@@ -162,6 +162,13 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert len(scores(0)[0, 0, 5].round(decimals=3).unique()) == 6
 
 
+def test_rotary_angles_are_those_of_roformer():
+    """From one position to the next, pair i of 4 turns by 10000 ** (-i / 4)."""
+    cos, sin = module.rotary(3, 5, 8, "cpu")
+    angles = torch.tensor([[3, 0.3, 0.03, 0.003], [4, 0.4, 0.04, 0.004]])
+    torch.testing.assert_close((cos, sin), (angles.cos(), angles.sin()))
+
+
 def test_rotary_moves_with_the_text():
     """A block computes the same at other positions, as long as they are in a row."""
     model = awake(build(module))
