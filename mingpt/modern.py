@@ -260,11 +260,13 @@ class Together:
             x.zero_grad()
 
     def state_dict(self):
-        return [x.state_dict() for x in self.optimizers]
+        states = [x.state_dict() for x in self.optimizers]
+        groups = [group for state in states for group in state["param_groups"]]
+        return {"param_groups": groups, "optimizers": states}
 
-    def load_state_dict(self, states):
-        for x, state in zip(self.optimizers, states, strict=True):
-            x.load_state_dict(state)
+    def load_state_dict(self, state):
+        for x, own in zip(self.optimizers, state["optimizers"], strict=True):
+            x.load_state_dict(own)
 
 
 def make_optimizer(model, lr, weight_decay):
