@@ -324,6 +324,13 @@ def test_the_ablation_does_not_mix_machines(tmp_path, capsys):
     assert "name another file with --results" in capsys.readouterr().err
 
 
+@pytest.mark.text
+def test_the_readme_has_the_table_of_the_file(capsys):
+    ablation.print_table(ablation.Results(ablation.RESULTS))
+    readme = (ROOT / "benchmarks/README.md").read_text()
+    assert f"```\n{capsys.readouterr().out}```\n" in readme
+
+
 def test_a_table_of_nothing_ends_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         ablation.print_table(ablation.Results(tmp_path / "nothing.csv"))
