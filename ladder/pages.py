@@ -235,7 +235,10 @@ def check_faults(page, block):
     """The block's script has each text that is to be replaced just once."""
     if not block.script:
         raise block.wrong("the command names no script to put the fault into")
-    text = page.files.get(block.script) or "\n".join(read_lines(block.script))
+    try:
+        text = page.files.get(block.script) or "\n".join(read_lines(block.script))
+    except InputError as error:
+        raise block.wrong(error) from None
     for old, _ in block.faults:
         if text.count(old) != 1:
             count = text.count(old)

@@ -95,11 +95,11 @@ def save_gpt2(model, path):
         "n_embd": model.config.n_embd,
         "n_layer": model.config.n_layer,
         "n_head": model.config.n_head,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     for part in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         config[part] = model.config.dropout
+    for token in ("bos_token_id", "eos_token_id"):  # of GPT-2's own vocabulary
+        config[token] = 50256 if model.config.vocab_size > 50256 else None
     os.makedirs(path, exist_ok=True)
     with utils.replacing(os.path.join(path, "config.json")) as file:
         file.write(json.dumps(config, indent=2).encode())
@@ -136,7 +136,7 @@ def find(path):
 def read(path):
     """{name: tensor} of a file, or of all files that an index names."""
     if path.endswith(".json"):
-        parts = sorted(set(read_json(path)["weight_map"].values()))
+        parts = sorted(set(read_json(path).get("weight_map", {}).values()))
         files = [read(os.path.join(os.path.dirname(path), x)) for x in parts]
         return {name: x for file in files for name, x in file.items()}
     try:
@@ -150,14 +150,14 @@ def read(path):
 
 
 def read_json(path):
-    """The content of a JSON file."""
+    """The content of a JSON file, a dict."""
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            return dict(json.load(file))
     except OSError as error:
         utils.fail(f"{path} cannot be read: {error.strerror}")
-    except ValueError:
-        utils.fail(f"{path} holds no JSON, or is damaged")
+    except (ValueError, TypeError):
+        utils.fail(f"{path} is no JSON of this format, or is damaged")
 
 
 def read_config(folder):

@@ -132,8 +132,8 @@ class GPT(nn.Module):
         idx: token numbers, (B, T), T at most block_size. targets: the tokens that
         follow, (B, T); -1 stands for a token that does not count.
         Returns (logits, loss): (B, T, V), and the mean cross-entropy in nats per
-        token that counts, in float32 also where the logits have 16 bits. Without
-        targets, loss is None.
+        token that counts, in float32 also where the logits have 16 bits. The loss is
+        nan if no token counts, and None without targets.
         """
         logits = self.lm_head(self.hidden(idx))
         if targets is None:

@@ -159,8 +159,8 @@ class GPT(nn.Module):
         idx: token numbers, (B, T), T at most block_size. targets: the tokens that
         follow, (B, T); -1 stands for a token that does not count.
         Returns (logits, loss): (B, T, V), and the mean cross-entropy in nats per
-        token that counts, in float32 also where the logits have 16 bits. Without
-        targets, loss is None.
+        token that counts, in float32 also where the logits have 16 bits. The loss is
+        nan if no token counts, and None without targets.
         """
         logits = self.lm_head(self.hidden(idx))
         if targets is None:
@@ -260,11 +260,13 @@ class Together:
             x.zero_grad()
 
     def state_dict(self):
-        return [x.state_dict() for x in self.optimizers]
+        states = [x.state_dict() for x in self.optimizers]
+        groups = [group for state in states for group in state["param_groups"]]
+        return {"param_groups": groups, "optimizers": states}
 
-    def load_state_dict(self, states):
-        for x, state in zip(self.optimizers, states, strict=True):
-            x.load_state_dict(state)
+    def load_state_dict(self, state):
+        for x, own in zip(self.optimizers, state["optimizers"], strict=True):
+            x.load_state_dict(own)
 
 
 def make_optimizer(model, lr, weight_decay):

@@ -120,12 +120,12 @@ class Progress:
         (loss,) = trainer._sum(loss / world_size)  # which waits for the device
         speed = self.tokens / (time.perf_counter() - self.started)
         mfu = trainer.model.flops_per_token() * speed / world_size / self.flops
-        left = (steps - trainer.steps_run) * tokens / speed
+        left = round((steps - trainer.steps_run) * tokens / speed)  # seconds
         line = (
             f"step {trainer.steps_run}/{steps} | loss {loss:.4f}"
             f" | {speed:,.0f} tokens/s"
             f" | MFU {mfu:.0%} of {self.flops / 1e12:.3g} TFLOP/s ({self.source})"
-            f" | {left // 60:.0f} min {left % 60:02.0f} s left"
+            f" | {left // 60} min {left % 60:02} s left"
         )
         if CLEAR and dist.get_rank() == 0:
             width = shutil.get_terminal_size().columns - 1

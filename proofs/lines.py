@@ -10,7 +10,7 @@ all rungs count, but arguments are left in. Without names it does all rungs.
 The sequels (ladder/rungs.py) run only by name, and CI leaves them out: they add many
 times the lines of a rung, and each line costs a test that trains a GPT. If you change
 one, type `python -m proofs.lines multinode.py mingpt/train.py`, with `--only` for a few
-lines. There, no other tests run than those that the chapter names.
+lines. Only the tests that its chapter names run then.
 
 The tests that the line's explanation names run first, the quickest of them before the
 others, and one of them must fail: else the chapter is wrong. If none of them fails, the

@@ -288,6 +288,11 @@ WRONG = {
         "<!-- diff (show `nosuch`) single_gpu.py multigpu.py -->\n<!-- end -->\n\n"
         + DIFFS,
     ),
+    "a fault in no file": (
+        DIFFS,
+        "<!-- run with `a` as `b` in nosuch.py: ls multigpu.py -->\n<!-- end -->\n\n"
+        + DIFFS,
+    ),
     "half a fault": (
         DIFFS,
         "<!-- run with `import gc` as `` with `x`: ls multigpu.py -->\n<!-- end -->\n\n"

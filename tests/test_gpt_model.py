@@ -196,6 +196,17 @@ def test_generates_without_dropout_and_goes_on_training():
     assert not model.training
 
 
+def test_generation_is_not_compiled():
+    """A compiled model would be compiled anew for each length of the text."""
+    graphs = []
+    model = build(module)
+    model.compile(backend=lambda graph, x: graphs.append(graph) or graph.forward)
+    model.generate(tokens(model, length=3), 2)
+    assert not graphs
+    model(tokens(model))
+    assert len(graphs) == 1
+
+
 def test_temperature_and_top_k_choose():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4000, 1)
 

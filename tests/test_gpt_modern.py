@@ -1,5 +1,7 @@
 """mingpt/modern.py: each change alone, all but each, and what each of them claims."""
 
+import math
+
 import pytest
 import torch
 
@@ -104,6 +106,13 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert len(scores(0)[0, 0, 5].round(decimals=3).unique()) == 6
 
 
+def test_rotary_angles_are_those_of_roformer():
+    """From one position to the next, pair i of 4 turns by 10000 ** (-i / 4)."""
+    cos, sin = module.rotary(3, 5, 8, "cpu")
+    angles = torch.tensor([[3, 0.3, 0.03, 0.003], [4, 0.4, 0.04, 0.004]])
+    torch.testing.assert_close((cos, sin), (angles.cos(), angles.sin()))
+
+
 def test_rotary_moves_with_the_text():
     """A block computes the same at other positions, as long as they are in a row."""
     model = awake(build(module))
@@ -150,6 +159,16 @@ def test_a_new_block_changes_nothing_and_the_head_is_the_embedding():
     torch.testing.assert_close(model.hidden(tokens(model)), model.transformer.ln_f(x))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.std() > 0.01
+
+
+def test_the_first_loss_of_a_wide_model_is_above_that_of_a_guess():
+    """The head is the embedding, so that a new model expects each token once more."""
+    for width, above in ((32, 0.1), (512, 3)):
+        model = build(module, n_embd=width)
+        idx, targets = tokens(model, rows=16), tokens(model, rows=16, seed=7)
+        logits, loss = model(idx, targets)
+        assert torch.equal(logits.argmax(dim=-1), idx)
+        assert (loss - math.log(31) > above) == (width == 512)
 
 
 def test_only_matrices_are_left():

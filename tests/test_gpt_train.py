@@ -141,6 +141,18 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
 
 
+def test_modern_resumes(gpt, tmp_path):
+    """Its two optimizers, Muon and AdamW, are saved and loaded as one."""
+    reference, stopped = tmp_path / "a", tmp_path / "b"
+    options = [*RESUMABLE, "--model", "mingpt.modern"]
+    for folder in (reference, stopped):
+        folder.mkdir()
+    trained(gpt, *options, cwd=reference)
+    assert gpt(*options, cwd=stopped, DO="sigterm", AT_STEP=8).returncode == 75
+    trained(gpt, *options, cwd=stopped)
+    assert same_bits(load(stopped / "mingpt.pt"), load(reference / "mingpt.pt"))
+
+
 def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     reference, stopped = tmp_path / "a", tmp_path / "b"

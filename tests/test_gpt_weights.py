@@ -9,7 +9,7 @@ from mingpt.model import GPT, GPTConfig
 from tests.gpt_checks import awake, build, tokens
 
 reason = "mingpt/gpt2_weights.py needs it"
-safetensors_torch = pytest.importorskip("safetensors.torch", reason=reason)
+safetensors = pytest.importorskip("safetensors", reason=reason)
 from mingpt.gpt2_weights import load_gpt2, save_gpt2  # noqa: E402
 
 
@@ -60,7 +60,7 @@ def test_loads_what_transformers_saves(folder, theirs):
 
 
 def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
-    model = awake(GPT(GPTConfig(16, 31, 2, 4, 64, dropout=0.1))).eval()
+    model = awake(GPT(GPTConfig(16, 31, 2, 4, 64, dropout=0.3))).eval()
     save_gpt2(model, tmp_path / "new")
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "new", output_loading_info=True
@@ -69,11 +69,21 @@ def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
     assert not info["unexpected_keys"]
     check_same(model, theirs.eval())
     c = theirs.config
-    assert (c.attn_pdrop, c.resid_pdrop, c.embd_pdrop) == (0.1, 0.1, 0.1)
+    assert (c.attn_pdrop, c.resid_pdrop, c.embd_pdrop) == (0.3, 0.3, 0.3)
+    assert (c.bos_token_id, c.eos_token_id) == (None, None)
     again = load_gpt2(tmp_path / "new", dropout=0.2, checkpoint=True)
     assert again.config == GPTConfig(16, 31, 2, 4, 64, dropout=0.2, checkpoint=True)
     for name, x in model.state_dict().items():
         assert torch.equal(x, again.state_dict()[name])
+
+
+def test_old_versions_of_transformers_find_what_they_ask_for(tmp_path):
+    """They refuse a file whose metadata do not name PyTorch."""
+    save_gpt2(GPT(GPTConfig(4, 50257, 1, 1, 2)), tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (50256, 50256)
 
 
 def old(theirs):
@@ -94,7 +104,7 @@ def test_loads_old_files(theirs, tmp_path, file, head, whole_folder):
         state["lm_head.weight"] = state["lm_head.weight"].clone()
     else:
         del state["lm_head.weight"]
-    save = safetensors_torch.save_file if file.endswith("s") else torch.save
+    save = safetensors.torch.save_file if file.endswith("s") else torch.save
     save(state, tmp_path / file)
     model = load_gpt2(str(tmp_path if whole_folder else tmp_path / file))
     check_same(model.eval(), theirs)
@@ -107,7 +117,7 @@ def test_loads_a_model_in_several_files(theirs, tmp_path, kind):
     weight_map = {}
     for i, part in enumerate((names[:9], names[9:])):
         file = kind.replace(".", f"-{i + 1:05}-of-00002.")
-        save = safetensors_torch.save_file if kind.endswith("s") else torch.save
+        save = safetensors.torch.save_file if kind.endswith("s") else torch.save
         save({name: state[name].contiguous() for name in part}, tmp_path / file)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
@@ -140,9 +150,9 @@ def change(folder, **values):
 def spoil(folder, **tensors):
     """Change tensors of the folder's file; None removes one."""
     path = folder / "model.safetensors"
-    state = safetensors_torch.load_file(path) | tensors
+    state = safetensors.torch.load_file(path) | tensors
     state = {name: x for name, x in state.items() if x is not None}
-    safetensors_torch.save_file(state, path)
+    safetensors.torch.save_file(state, path)
 
 
 def refused(path, capsys):
@@ -181,6 +191,7 @@ def test_refuses_what_is_no_gpt2_by_its_config(folder, capsys, values, said):
     [
         ({"transformer.ln_f.bias": None}, "has no transformer.ln_f.bias"),
         ({"transformer.wpe.weight": None}, "no token embedding and position embedding"),
+        ({"transformer.wpe.weight": torch.ones(3)}, "no token embedding and position"),
         ({"transformer.h.0.extra": torch.ones(3)}, "extra, which no GPT-2 has"),
         (
             {"transformer.h.1.mlp.c_fc.weight": torch.ones(512, 128)},
@@ -204,13 +215,31 @@ def test_refuses_a_damaged_file(tmp_path, capsys, file):
         assert "holds no weights, or is damaged" in refused(tmp_path, capsys)
 
 
+@pytest.mark.parametrize("content", [[1, 2], [torch.ones(3)], {}])
+def test_refuses_a_file_of_something_else(tmp_path, capsys, content):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    said = refused(tmp_path, capsys)
+    assert ("no token embedding" if content == {} else "holds no weights") in said
+
+
+def test_refuses_to_guess_the_heads_of_a_narrow_model(tmp_path, capsys):
+    save_gpt2(GPT(GPTConfig(16, 31, 1, 2, 32)), tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "32 channels make no 0 equal heads" in refused(tmp_path, capsys)
+
+
 def test_refuses_files_that_are_missing_or_no_json(tmp_path, folder, capsys):
     (tmp_path / "empty").mkdir()
     assert "has no GPT-2: none of model.s" in refused(tmp_path / "empty", capsys)
     line = refused(tmp_path / "none.safetensors", capsys)
     assert "none.safetensors cannot be read: No such file" in line
-    (folder / "config.json").write_text("{")
-    assert "config.json holds no JSON, or is damaged" in refused(folder, capsys)
+    for content in (b"{", b"[1]", b"\xff"):
+        (folder / "config.json").write_bytes(content)
+        assert "config.json is no JSON of this format" in refused(folder, capsys)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    assert "no token embedding and position embedding" in refused(tmp_path, capsys)
 
 
 def test_runs_no_code_of_a_file(tmp_path, capsys):
