@@ -53,7 +53,7 @@ STEPS = 300  # about half a pass over the text
 WARMUP, WEIGHT_DECAY, CLIP = 0.05, 0.1, 1.0  # mingpt.train's defaults
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
-RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02)
+RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
 RATE_SEED = 100
 ROUNDS = 100  # in which each variant makes one step, to time it
 # Student's t for 5 seeds: beyond it, a difference comes by chance 1 time in 100.
