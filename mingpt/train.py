@@ -49,7 +49,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.model = model.to(device)
         if args.compile == "on":
-            self.model.compile(dynamic=False)
+            how = options.compile_options(device)
+            self.model.compile(dynamic=False, options=how)
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
         if dist.get_world_size() > 1:  # one rank has no other to average with
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
