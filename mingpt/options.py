@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import utils
-from mingpt import data
+from mingpt import batches, data
 from mingpt import model as gpt2
 
 # What goes with the sizes in mingpt.model.PRESETS: how to train a model of that size.
@@ -221,7 +221,7 @@ def check_run(args, corpus, model, make_optimizer, world_size):
     data.check_length(corpus, block_size)
     if os.path.isfile(args.snapshot_path):
         check_configuration(args, corpus, model)
-    windows = data.count_windows(len(corpus.train), block_size)
+    windows = batches.count_windows(len(corpus.train), block_size)
     windows = range(windows), range(len(corpus.val))
     objects = model, None, lambda _: make_optimizer(model)
     utils.check_run(args, *windows, *objects, world_size=world_size)
