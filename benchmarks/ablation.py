@@ -34,7 +34,7 @@ import utils
 from benchmarks import report
 from ladder import pages
 from ladder.diffs import hunks, mix
-from mingpt import data
+from mingpt import batches, data
 from mingpt.train import lr_scale
 
 OLD, NEW = "mingpt/model.py", "mingpt/modern.py"
@@ -108,9 +108,9 @@ class Training:
         self.optimizer = module.make_optimizer(self.model, run.lr, WEIGHT_DECAY)
         self.run, self.corpus, self.done = run, corpus, 0
         length, block_size = len(corpus.train), SIZE["block_size"]
-        self.blocks = data.Blocks(corpus.train, block_size)
+        self.blocks = batches.Blocks(corpus.train, block_size)
         # The same batches for each variant, so that runs of one seed are pairs.
-        self.sampler = data.StepSampler(length, block_size, BATCH, run.seed)
+        self.sampler = batches.StepSampler(length, block_size, BATCH, run.seed)
 
     def step(self):
         """Make a step as mingpt.train does. Returns its seconds on the processor."""
@@ -132,8 +132,8 @@ class Training:
         """The mean loss over all of the validation text, in nats for a token."""
         self.model.eval()
         val = self.corpus.val
-        blocks, total, tokens = data.Blocks(val, SIZE["block_size"]), 0.0, 0
-        starts = data.eval_starts(len(val), SIZE["block_size"], 64)
+        blocks, total, tokens = batches.Blocks(val, SIZE["block_size"]), 0.0, 0
+        starts = batches.eval_starts(len(val), SIZE["block_size"], 64)
         with torch.no_grad():
             for i in range(0, len(starts), 64):
                 source, targets = blocks.__getitems__(starts[i : i + 64])

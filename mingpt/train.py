@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import data, options, report
+from mingpt import batches, data, options, report
 
 
 def ddp_setup(device):
@@ -49,7 +49,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.model = model.to(device)
         if args.compile == "on":
-            self.model.compile(dynamic=False)
+            how = options.compile_options(device)
+            self.model.compile(dynamic=False, options=how)
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
         if dist.get_world_size() > 1:  # one rank has no other to average with
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
@@ -89,8 +90,8 @@ class Trainer:
         loss_sum, tokens = torch.zeros((), device=self.device), 0
         every, to_go = self.args.eval_every, self.args.steps - self.steps_run
         steps = min(every - self.steps_run % every, to_go)
-        batches = data.prefetch(self.train_data, self.device)
-        for source, targets in itertools.islice(batches, steps):
+        endless = batches.prefetch(self.train_data, self.device)
+        for source, targets in itertools.islice(endless, steps):
             self._stop_if_told()
             torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
             loss = self._run_batch(source, targets)
@@ -146,7 +147,7 @@ class Trainer:
         for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
             dist.broadcast(buffer, src=0)
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        for source, targets in data.prefetch(self.eval_data, self.device):
+        for source, targets in batches.prefetch(self.eval_data, self.device):
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded
@@ -250,7 +251,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        collate_fn=data.take,
+        collate_fn=batches.take,
         pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
     )
 
@@ -265,13 +266,13 @@ def main(args):
     ddp_setup(device)
     options.compare_ranks(args, corpus)
     block_size = model.config.block_size
-    train_set = data.Blocks(corpus.train, block_size)
-    eval_set = data.Blocks(corpus.val, block_size)
-    sampler = data.StepSampler(
+    train_set = batches.Blocks(corpus.train, block_size)
+    eval_set = batches.Blocks(corpus.val, block_size)
+    sampler = batches.StepSampler(
         len(corpus.train), block_size, args.batch_size, args.seed, rank, world_size
     )
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, device)
-    sampler = data.eval_starts(
+    sampler = batches.eval_starts(
         len(corpus.val), block_size, args.batch_size, rank, world_size
     )
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ladder.rungs import ROOT
-from mingpt import data
+from mingpt import batches, data
 
 END = "<|endoftext|>"
 # All that a cut could go wrong at: CRLF, a BOM, tabs, blank lines, 1 to 4 bytes.
@@ -747,7 +747,7 @@ def test_too_short(tmp_path, capfd):
 
 
 def test_blocks():
-    blocks = data.Blocks(np.arange(10, dtype=np.uint16), 4)
+    blocks = batches.Blocks(np.arange(10, dtype=np.uint16), 4)
     source, targets = blocks[3]
     assert source.tolist() == [3, 4, 5, 6] and targets.tolist() == [4, 5, 6, 7]
     source, targets = blocks[5]
@@ -763,7 +763,7 @@ def test_blocks():
 
 
 def test_uint32_tokens_keep_their_numbers():
-    source, targets = data.Blocks(np.array([1, 70_000, 2**31], np.uint32), 2)[0]
+    source, targets = batches.Blocks(np.array([1, 70_000, 2**31], np.uint32), 2)[0]
     assert source.tolist() == [1, 70_000] and targets.tolist() == [70_000, 2**31]
 
 
@@ -774,10 +774,10 @@ def test_validation_predicts_each_token_once(world_size):
         predicted = []
         for rank in range(world_size):
             loader = DataLoader(
-                data.Blocks(tokens, block_size),
+                batches.Blocks(tokens, block_size),
                 batch_size=3,
-                sampler=data.eval_starts(n_tokens, block_size, 3, rank, world_size),
-                collate_fn=data.take,
+                sampler=batches.eval_starts(n_tokens, block_size, 3, rank, world_size),
+                collate_fn=batches.take,
             )
             for source, targets in loader:
                 assert source.shape == targets.shape == (3, block_size)
@@ -788,10 +788,10 @@ def test_validation_predicts_each_token_once(world_size):
 
 def test_blocks_go_to_a_worker_by_name(text, tmp_path):
     corpus = data.prepare(text, "chars", tmp_path / "cache")
-    sent = pickle.dumps(data.Blocks(corpus.train, 8))
+    sent = pickle.dumps(batches.Blocks(corpus.train, 8))
     assert len(sent) < 1000
     for tokens in (corpus.train, corpus.train[100:300], np.arange(99)):
-        blocks = data.Blocks(tokens, 8)
+        blocks = batches.Blocks(tokens, 8)
         again = pickle.loads(pickle.dumps(blocks))
         assert len(again) == len(blocks)
         assert torch.equal(again[5][1], blocks[5][1])
@@ -806,7 +806,7 @@ def all_starts(sampler, step, steps):
 @pytest.mark.parametrize("n_tokens", [9, 15, 16, 17, 24, 100, 1001])
 def test_a_pass_takes_each_window_once(n_tokens):
     block_size = 8
-    sampler = data.StepSampler(n_tokens, block_size, 1, seed=3)
+    sampler = batches.StepSampler(n_tokens, block_size, 1, seed=3)
     shifts, orders = set(), set()
     for number in range(50):
         starts = sampler.starts(number * sampler.windows, sampler.windows)
@@ -825,7 +825,7 @@ def test_a_pass_takes_each_window_once(n_tokens):
 
 def test_each_token_is_trained_on_and_predicted():
     for n_tokens in (9, 16, 21, 23):
-        sampler = data.StepSampler(n_tokens, 8, 1)
+        sampler = batches.StepSampler(n_tokens, 8, 1)
         starts = set(sampler.starts(0, 400).tolist())
         assert min(starts) == 0 and max(starts) == n_tokens - 1 - 8
 
@@ -833,10 +833,10 @@ def test_each_token_is_trained_on_and_predicted():
 def test_every_size_has_permutations():
     for size in [*range(1, 70), 1000, 1024, 1025]:
         places = np.arange(size)
-        order = data.permute(places, size, np.arange(8, dtype=np.uint64))
+        order = batches.permute(places, size, np.arange(8, dtype=np.uint64))
         assert sorted(order) == places.tolist()
     # All 24 orders of 4 windows come about equally often.
-    sampler = data.StepSampler(4 * 8 + 8, 8, 4)
+    sampler = batches.StepSampler(4 * 8 + 8, 8, 4)
     assert sampler.windows == 4
     orders = sampler.starts(0, 4800).reshape(-1, 4)
     orders -= orders.min(1, keepdims=True)
@@ -845,10 +845,10 @@ def test_every_size_has_permutations():
 
 
 def test_order_is_random():
-    sampler = data.StepSampler(80_000, 8, 1)
+    sampler = batches.StepSampler(80_000, 8, 1)
     size = sampler.windows
     first, second = sampler.starts(0, 2 * size).reshape(2, -1)
-    other = data.StepSampler(80_000, 8, 1, seed=1).starts(0, size)
+    other = batches.StepSampler(80_000, 8, 1, seed=1).starts(0, size)
     for x, y in ((first[1:], first[:-1]), (first, second), (first, other)):
         assert abs(np.corrcoef(x, y)[0, 1]) < 5 / size**0.5
     assert abs(np.corrcoef(first, np.arange(size))[0, 1]) < 5 / size**0.5
@@ -857,9 +857,9 @@ def test_order_is_random():
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_takes_the_same_windows_at_every_world_size(world_size):
     arguments = {"n_tokens": 500, "block_size": 8, "seed": 5}
-    alone = data.StepSampler(batch_size=12, **arguments)
+    alone = batches.StepSampler(batch_size=12, **arguments)
     ranks = [
-        data.StepSampler(
+        batches.StepSampler(
             batch_size=12 // world_size, rank=rank, world_size=world_size, **arguments
         )
         for rank in range(world_size)
@@ -870,12 +870,12 @@ def test_a_step_takes_the_same_windows_at_every_world_size(world_size):
         for rank, sampler in enumerate(ranks):
             assert sampler.starts(step).tolist() == whole[rank::world_size]
     # Four small steps, as for accumulation, take what one large step takes.
-    small = data.StepSampler(batch_size=3, **arguments)
+    small = batches.StepSampler(batch_size=3, **arguments)
     assert small.starts(20, 4).tolist() == alone.starts(5).tolist()
 
 
 def test_set_step_goes_on_where_an_uninterrupted_run_is():
-    sampler = data.StepSampler(500, 8, 12, seed=5)
+    sampler = batches.StepSampler(500, 8, 12, seed=5)
     whole = all_starts(sampler, 0, 300)
     for step in (1, 5, 84, 85, 86, 200):
         assert all_starts(sampler, step, 100) == whole[12 * step :][: 12 * 100]
@@ -884,13 +884,13 @@ def test_set_step_goes_on_where_an_uninterrupted_run_is():
 
 
 def test_a_run_goes_on_at_a_window_with_steps_of_another_size():
-    whole = all_starts(data.StepSampler(500, 8, 12, seed=5), 0, 300)
+    whole = all_starts(batches.StepSampler(500, 8, 12, seed=5), 0, 300)
     for batch_size, windows in ((5, 12), (5, 60), (12, 13), (7, 777)):
-        sampler = data.StepSampler(500, 8, batch_size, seed=5)
+        sampler = batches.StepSampler(500, 8, batch_size, seed=5)
         sampler.set_start(windows)
         stream = iter(sampler)
         assert [next(stream) for _ in range(500)] == whole[windows:][:500]
-        ranks = [data.StepSampler(500, 8, batch_size, 5, rank, 2) for rank in (0, 1)]
+        ranks = [batches.StepSampler(500, 8, batch_size, 5, rank, 2) for rank in (0, 1)]
         for rank, sampler in enumerate(ranks):
             sampler.set_start(windows)
             stream = iter(sampler)
@@ -902,7 +902,7 @@ def test_a_run_goes_on_at_a_window_with_steps_of_another_size():
 
 def test_a_far_step_of_a_long_text_is_cheap():
     tracemalloc.start()
-    sampler = data.StepSampler(10**13, 64, 8)
+    sampler = batches.StepSampler(10**13, 64, 8)
     sampler.set_step(10**12)
     first = next(iter(sampler))
     peak = tracemalloc.get_traced_memory()[1]
@@ -913,7 +913,7 @@ def test_a_far_step_of_a_long_text_is_cheap():
 
 def test_the_order_stays_the_same_in_all_versions():
     """A run that was saved under another NumPy resumes with the same windows."""
-    sampler = data.StepSampler(1000, 8, 4, seed=1)
+    sampler = batches.StepSampler(1000, 8, 4, seed=1)
     assert sampler.starts(0, 2).tolist() == GOLDEN[0]
     assert sampler.starts(10**6, 2).tolist() == GOLDEN[1]
 
@@ -926,20 +926,24 @@ GOLDEN = (
 
 def test_a_sampler_needs_a_whole_window():
     with pytest.raises(ValueError, match="8 tokens have no window of 8"):
-        data.StepSampler(8, 8, 1)
+        batches.StepSampler(8, 8, 1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader(workers):
     tokens = np.random.default_rng(0).integers(0, 99, 1000).astype(np.uint16)
-    blocks, sampler = data.Blocks(tokens, 8), data.StepSampler(1000, 8, 5, seed=2)
+    blocks, sampler = batches.Blocks(tokens, 8), batches.StepSampler(1000, 8, 5, seed=2)
     sampler.set_step(23)
     loader = DataLoader(
-        blocks, batch_size=5, sampler=sampler, collate_fn=data.take, num_workers=workers
+        blocks,
+        batch_size=5,
+        sampler=sampler,
+        collate_fn=batches.take,
+        num_workers=workers,
     )
-    batches = data.prefetch(loader, torch.device("cpu"))
+    fetched_ahead = batches.prefetch(loader, torch.device("cpu"))
     for step in range(23, 28):  # a pass has 124 windows: it ends inside step 24
-        source, targets = next(batches)
+        source, targets = next(fetched_ahead)
         starts = sampler.starts(step)
         assert source.tolist() == [tokens[x : x + 8].tolist() for x in starts]
         assert targets.tolist() == [tokens[x + 1 : x + 9].tolist() for x in starts]
@@ -968,11 +972,11 @@ def test_prefetch_is_one_batch_ahead(device):
             fetched.append(number)
             yield Batch(f"source {number}", log), Batch(f"targets {number}", log)
 
-    batches = data.prefetch(endless(), torch.device(device))
+    fetched_ahead = batches.prefetch(endless(), torch.device(device))
     pinned = "pinned " if device == "cuda" else ""
     for number in range(5):
         expected = f"{pinned}source {number}", f"{pinned}targets {number}"
-        assert next(batches) == expected
+        assert next(fetched_ahead) == expected
         # The next batch is on its way, and no further one was fetched.
         assert fetched == list(range(number + 2))
         assert log[-1] == f"{pinned}targets {number + 1} to {device} True"
@@ -983,15 +987,15 @@ def test_prefetch_gives_all_batches_of_a_loader_that_ends():
     for count in (0, 1, 2, 5):
         loader = [(Batch(f"{x}", []), Batch("y", [])) for x in range(count)]
         for device, name in (("mps", str), ("cuda", "pinned {}".format)):
-            found = [x for x, _ in data.prefetch(loader, torch.device(device))]
+            found = [x for x, _ in batches.prefetch(loader, torch.device(device))]
             assert found == [name(x) for x in range(count)]
 
 
 def test_prefetch_does_nothing_on_a_cpu():
     fetched = []
     loader = (fetched.append(x) or x for x in range(9))
-    batches = data.prefetch(loader, torch.device("cpu"))
-    assert [next(batches), next(batches)] == fetched == [0, 1]
+    fetched_ahead = batches.prefetch(loader, torch.device("cpu"))
+    assert [next(fetched_ahead), next(fetched_ahead)] == fetched == [0, 1]
 
 
 # Encode from the command line

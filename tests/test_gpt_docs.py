@@ -87,7 +87,7 @@ def test_the_curve_and_its_numbers_are_those_of_the_metrics():
     columns = metrics()
     # matplotlib draws a curve as one path, a point for each row; y grows downwards.
     root = ET.parse(ROOT / "docs" / "gpt" / "curve.svg").getroot()
-    paths = [x.get("d") for x in root.iter("{http://www.w3.org/2000/svg}path")]
+    paths = [x.get("d", "") for x in root.iter("{http://www.w3.org/2000/svg}path")]
     points = [re.findall(r"[ML] (\S+) (\S+)", x) for x in paths]
     curves = [
         [shape([float(x) for x, _ in found]), shape([-float(y) for _, y in found])]

@@ -57,6 +57,32 @@ def losses_on_random_tokens():
     return train(module, model, [(x[:, :-1], x[:, 1:]) for x in texts])
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_in_bfloat16_on_a_cpu(dropout):
+    """It is written out there. It gives what PyTorch's kernel gives, and is causal."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 16, 8).bfloat16().requires_grad_() for _ in range(3))
+    torch.manual_seed(1)
+    y = module.attention(q, k, v, dropout)
+    y.float().pow(2).sum().backward()
+    if dropout:  # some weights are 0, and the others larger
+        drawn = [module.attention(q, k, v, dropout).float() for _ in range(2000)]
+        y = torch.stack(drawn).mean(0)
+    else:
+        assert v.grad.abs().amax(dim=(0, 1, 3)).min() > 0
+    exact = (x.detach().float() for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(*exact, is_causal=True)
+    assert torch.allclose(y.float(), expected, atol=0.1 if dropout else 0.02)
+    with torch.no_grad():
+        changed = torch.cat((v[:, :, :9], -v[:, :, 9:]), dim=2)
+        torch.manual_seed(1)
+        again = module.attention(q, k, changed, dropout)
+        torch.manual_seed(1)
+        y = module.attention(q, k, v, dropout)
+    assert torch.equal(again[:, :, :9], y[:, :, :9])
+    assert not torch.equal(again[:, :, 9:], y[:, :, 9:])
+
+
 def test_random_tokens_cannot_be_predicted():
     """The mean of 300 losses of 256 tokens each: its noise is far below 0.01."""
     losses = losses_on_random_tokens()[-100:]

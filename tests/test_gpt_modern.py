@@ -73,13 +73,12 @@ def test_autocast_keeps_the_attention_in_16_bits():
     model = awake(build(module)).float()
     seen = []
 
-    def attend(q, k, v, attend=torch.nn.functional.scaled_dot_product_attention, **kw):
-        out = attend(q, k, v, **kw)
-        seen.append(out.dtype)
-        return out
+    def attend(*tensors, attend=module.attention):
+        seen.append(attend(*tensors).dtype)
+        return attend(*tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        patch.setattr(module, "attention", attend)
         with torch.autocast("cpu", torch.bfloat16):
             logits, loss = model(tokens(model), tokens(model, seed=7))
     assert set(seen) == {torch.bfloat16}
