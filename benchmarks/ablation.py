@@ -284,38 +284,44 @@ def difference(values, others):
 
 
 def print_table(results):
-    print("command   python -m benchmarks.ablation")
-    print("\n".join(results.setting))
+    utils.say("command   python -m benchmarks.ablation")
+    utils.say("\n".join(results.setting))
     size = f"{SIZE['n_layer']} layers, {SIZE['n_head']} heads, {SIZE['n_embd']} wide"
-    print(f"plan      {size}, {SIZE['block_size']} tokens, batch {BATCH},")
-    print("          characters of python-docs, float32, one thread")
-    print("loss      on the whole validation text, in nats for a character:")
-    print(f"          mean over {len(SEEDS)} seeds (standard deviation)")
-    print("minus     difference of runs with the same seed: mean ± standard error;")
-    print("          unclear if chance makes such a difference 1 time in 100 or more")
-    rates = {"model.py": "AdamW in model.py", "one in: Muon": "Muon in model.py"}
-    rates |= {"one out: Muon": "AdamW in modern.py", "modern.py": "Muon in modern.py"}
-    print(f"lr        best of {', '.join(map(str, RATES))} with another seed:")
-    print("          " + ", ".join(f"{results.rate(x)} {rates[x]}" for x in rates))
+    utils.say(f"plan      {size}, {SIZE['block_size']} tokens, batch {BATCH},")
+    utils.say("          characters of python-docs, float32, one thread")
+    utils.say("loss      on the whole validation text, in nats for a character:")
+    utils.say(f"          mean of {len(SEEDS)} seeds (standard deviation)")
+    utils.say(
+        "compared  mean difference of the runs with equal seeds ± standard error;"
+    )
+    utils.say(
+        "          unclear if chance makes such a difference 1 time in 100 or more"
+    )
+    utils.say(f"lr        the best of {', '.join(map(str, RATES))} for another seed:")
+    for name in ("model.py", "modern.py"):
+        muon = "one in: Muon" if name == "model.py" else name
+        adamw = "one out: Muon" if name == "modern.py" else name
+        rates = f"{results.rate(adamw)} AdamW, {results.rate(muon)} Muon"
+        utils.say(f"          {rates} in {name}")
     for kind in ("tokens", "time"):
         print_half(results, kind)
 
 
 def print_half(results, kind):
     if kind == "tokens":
-        print(
+        utils.say(
             f"\nat equal tokens: {STEPS} steps of {BATCH * SIZE['block_size']} tokens"
         )
     else:
-        print(f"\nat equal time: the steps that fit into the time of {STEPS}")
-    print(f"{'':26}{'steps':>6}  {'loss':16} minus")
+        utils.say(f"\nat equal time: the steps that fit into the time of {STEPS}")
+    utils.say(f"{'':26}{'steps':>6}  {'loss':16} compared with")
     for place, end in ((0, "model.py"), (1, "modern.py")):
         base = results.losses(kind, end)
         names = [f"{('one in', 'one out')[place]}: {x}" for x in CHANGES.values()]
         for name in [end, *names]:
             losses = results.losses(kind, name)
             if not losses or not base:
-                print(f"{name:26}  not all of its runs are made")
+                utils.say(f"{name:26}  its runs are not all made")
                 continue
             steps = STEPS if kind == "tokens" else results.steps_in_time(name)
             line = f"{name:26}{steps:6}  {mean_and_sd(losses)}"
@@ -323,7 +329,7 @@ def print_half(results, kind):
                 other = "model.py" if place == 0 or name == end else "modern.py"
                 against = results.losses(kind, other)
                 line += f"  {other:9} {difference(losses, against)}"
-            print(line)
+            utils.say(line)
 
 
 def parse_args():
