@@ -21,8 +21,8 @@ BUDGETS = {  # changed lines, blank ones apart; a variant has 40
     ("single_gpu.py", "multigpu.py"): 48,
     ("multigpu.py", "multinode.py"): 37,
     ("single_gpu.py", "multinode.py"): 52,
-    ("multinode.py", "mingpt/train.py"): 400,
-    ("mingpt/model.py", "mingpt/modern.py"): 200,
+    ("multinode.py", "mingpt/train.py"): 280,
+    ("mingpt/model.py", "mingpt/modern.py"): 100,
 }
 ALL = sorted({*ALL_EDGES, ("single_gpu.py", "multinode.py")})
 METHODS = ["__init__", "train", "_run_epoch", "_run_batch", "_evaluate"]
