@@ -1042,6 +1042,8 @@ def test_command(text, tmp_path, capfd, monkeypatch):
     assert len(list(cache.glob("*.json"))) == len(set(map(str, sizes.values()))) == 3
     monkeypatch.setattr(sys, "argv", ["data.py", str(tmp_path / "none")])
     check_fails(capfd, "there is no", data.main)
+    monkeypatch.setattr(sys, "argv", ["data.py", "--none"])
+    check_fails(capfd, "arguments: --none", data.main)
 
 
 def test_module_imports_only_what_it_needs(tmp_path):
