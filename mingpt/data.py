@@ -375,7 +375,7 @@ class FileTokenizer:
 
     def pieces(self, texts):
         """The same text, cut where this does not change the tokens, or nowhere."""
-        rest, goal = "", PIECE if self.can_be_cut else float("inf")
+        rest, goal = "", 0 if self.can_be_cut else float("inf")
         for text in texts:
             rest += text
             if len(rest) < goal:
@@ -384,7 +384,7 @@ class FileTokenizer:
             if piece:
                 yield piece[0]
                 rest = rest[piece.end() :]
-            goal = PIECE if piece else 2 * len(rest)
+            goal = 2 * len(rest)  # or a long text without a place is searched often
         yield rest
 
     def arrays(self, pieces):

@@ -300,15 +300,28 @@ def test_separator_between_documents(bpe, train_bpe, tmp_path):
             assert list(corpus.train).count(corpus.tokenizer.separator) == 2
 
 
-@pytest.mark.parametrize("special", [(END,), ()])
-def test_first_bytes_are_exact(train_bpe, special):
+@pytest.mark.parametrize("trim_offsets", [True, False])
+def test_first_bytes_are_exact(train_bpe, trim_offsets):
     """Byte by byte: a token may be a part of a character, or have a space in front."""
-    tokenizer = train_bpe(special=special)
+    from tokenizers import processors
+
+    tokenizer = train_bpe()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     table = {c: b for b, c in data_bytes().items()}
     for prefix in (False, True):
         tokenizer.pre_tokenizer.add_prefix_space = prefix
         ours = data.FileTokenizer(tokenizer.to_str())
-        for text in ("def f", "    def", "\n\nx", "🙂", "中文", " 中", "\tx", "a"):
+        for text in (
+            "def f",
+            "    def",
+            "\n\nx",
+            "🙂",
+            "中文",
+            " 中",
+            "한",
+            "\tx",
+            "a",
+        ):
             ids = ours.encode(text)
             tokens = [tokenizer.id_to_token(i) for i in ids]
             whole = bytes(table[c] for token in tokens for c in token)
@@ -377,10 +390,19 @@ def test_tokens_do_not_depend_on_where_the_text_is_cut(
     assert list(tokenizer.pieces([text[:900], text[900:]])) == [text]
 
 
-def test_a_text_without_a_place_for_a_cut_is_not_cut(bpe):
+def test_a_text_without_a_place_for_a_cut_is_not_cut(bpe, monkeypatch):
+    searched = []
+
+    class Cut:
+        def match(self, text):
+            searched.append(len(text))
+
     tokenizer = data.read_tokenizer(bpe)
-    texts = ["." * data.PIECE] * 5
+    texts = ["." * 100] * 64
     assert list(tokenizer.pieces(texts)) == ["".join(texts)]
+    monkeypatch.setattr(tokenizer, "CUT", Cut())
+    list(tokenizer.pieces(texts))
+    assert sum(searched) < 2 * 6400  # not again and again from the beginning
 
 
 def test_memory_is_for_a_few_pieces(tmp_path, monkeypatch):
@@ -552,6 +574,16 @@ def test_where_one_file_ends_matters(counted, tmp_path):
             tmp_path / f"{len(parts)}{parts[0]!r}", "chars", tmp_path / "cache"
         )
     assert counted() == 3
+
+
+def test_checksum_tells_vocabularies_apart(tmp_path):
+    """The same numbers, but for other characters."""
+    found = []
+    for text in ("abab\n" * 9, "cdcd\n" * 9):
+        path = write(tmp_path / "text.txt", text)
+        found.append(data.prepare(path, "chars", tmp_path / "cache"))
+    assert np.array_equal(found[0].train, found[1].train)
+    assert found[0].checksum != found[1].checksum
 
 
 @pytest.mark.parametrize(
@@ -784,6 +816,7 @@ def test_validation_predicts_each_token_once(world_size):
                 assert torch.equal(targets[targets >= 0], source[targets >= 0] + 1)
                 predicted += targets[targets >= 0].tolist()
         assert sorted(predicted) == list(range(1, n_tokens))
+    assert data.eval_starts(65, 32, 1) == [0, 32]  # nothing follows token 64
 
 
 def test_blocks_go_to_a_worker_by_name(text, tmp_path):
@@ -1013,6 +1046,8 @@ def test_command(text, tmp_path, capfd, monkeypatch):
     assert len(list(cache.glob("*.json"))) == len(set(map(str, sizes.values()))) == 3
     monkeypatch.setattr(sys, "argv", ["data.py", str(tmp_path / "none")])
     check_fails(capfd, "there is no", data.main)
+    monkeypatch.setattr(sys, "argv", ["data.py", "--none"])
+    check_fails(capfd, "arguments: --none", data.main)
 
 
 def test_module_imports_only_what_it_needs(tmp_path):
