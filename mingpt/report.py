@@ -103,7 +103,6 @@ class Progress:
         self.trainer = trainer
         self.every = max(1, trainer.args.eval_every // 20)
         self.flops, self.source = peak_flops(trainer.device, trainer.dtype)
-        self.begin()
 
     def begin(self):
         """Start the clock: what came before, an evaluation perhaps, is no training."""

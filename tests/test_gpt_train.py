@@ -168,6 +168,20 @@ def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
     assert same_bits(load(stopped / "mingpt.pt"), load(reference / "mingpt.pt"))
 
 
+def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
+    """There, an operation on a tensor raises, or becomes a part of the graph."""
+    done = gpt(*RESUMABLE, cwd=tmp_path, DO="sigterm_in_compile", AT_STEP=8)
+    assert done.returncode == os.EX_TEMPFAIL, done.stderr
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 9
+
+
+def test_an_evaluation_does_not_slow_the_next_steps(gpt, tmp_path):
+    """What is printed as tokens/s, MFU and time left is of training alone."""
+    done = trained(gpt, *RESUMABLE, cwd=tmp_path, DO="slow_evaluation")
+    ((minutes, seconds),) = re.findall(r"step 7/.* (\d+) min (\d+) s left", done.stdout)
+    assert int(minutes) * 60 + int(seconds) < 3
+
+
 def test_a_full_disk_leaves_the_old_snapshot(gpt, tmp_path):
     done = gpt(*RESUMABLE, cwd=tmp_path, DO="full_disk")
     assert done.returncode == 2
