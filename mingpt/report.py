@@ -137,7 +137,10 @@ class Progress:
 def log(trainer, metrics):
     """Write the metrics of this step to the CSV file, and to TensorBoard if asked."""
     path = metrics_path(trainer.snapshot_path)
-    utils.log_row(path, trainer.steps_run, metrics, unit="step")
+    try:
+        utils.log_row(path, trainer.steps_run, metrics, unit="step")
+    except OSError as error:  # a full disk, say
+        utils.fail(error.strerror)
     if trainer.args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -6,12 +6,13 @@ DO: sigterm or sigkill (this process gets it when the step begins), sigterm_in_c
 (while torch.compile traces, where operations compute nothing), slow_evaluation (each
 takes 2 s longer), float64 (the model has such weights, so that sums in another order
 agree to the last digits), full_disk (the second snapshot finds room for 10 kB),
-slow_disk (each snapshot
-takes a while, and the first is kept as mingpt.pt.first), no_mask (attention sees the
-future), leak (the validation text is trained as well).
+no_room_for_metrics (they find no room at all), slow_disk (each snapshot takes a while,
+and the first is kept as mingpt.pt.first), no_mask (attention sees the future), leak
+(the validation text is trained as well).
 RANK_ONLY=1 does it on this rank alone.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -29,7 +30,7 @@ DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
 run_batch, load = train.Trainer._run_batch, train.load_train_objs
-evaluate = train.Trainer._evaluate
+evaluate, log_row = train.Trainer._evaluate, utils.log_row
 save_atomically = utils.save_atomically
 attention = torch.nn.functional.scaled_dot_product_attention
 saved = []
@@ -52,6 +53,14 @@ def sigterm_while_tracing(self, source, targets):
 def evaluate_slowly(self):
     time.sleep(2)
     return evaluate(self)
+
+
+def log_on_a_full_disk(*row, **how):
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = fsync
+    log_row(*row, **how)
 
 
 def load_float64(args):
@@ -82,6 +91,8 @@ def save_with_fault(snapshot, path):
 
 if DO == "sigterm_in_compile":
     train.Trainer._run_batch = sigterm_while_tracing
+elif DO == "no_room_for_metrics":
+    utils.log_row = log_on_a_full_disk
 elif DO == "slow_evaluation":
     train.Trainer._evaluate = evaluate_slowly
 elif DO.startswith("sig"):
