@@ -228,12 +228,16 @@ def check_run(args, corpus, model, make_optimizer, world_size):
 
 
 def configuration(args, corpus, model):
-    """What a snapshot must have been saved with, so that a run can go on from it."""
+    """What a snapshot must have been saved with, so that a run can go on from it.
+
+    The text may be another one, which is said.
+    """
     return {
         "model": args.model,
         "seed": args.seed,
         "config": dataclasses.asdict(model.config),
         "tokenizer": corpus.tokenizer.state(),
+        "text": [corpus.checksum, len(corpus.train)],  # and where it is split
     }
 
 
@@ -248,6 +252,7 @@ def check_configuration(args, corpus, model):
         return  # utils.check_run says what is wrong with it
     now = configuration(args, corpus, model)
     tokenizers = saved.pop("tokenizer"), now.pop("tokenizer")
+    texts = saved.pop("text", None), now.pop("text")
     saved |= saved.pop("config")
     now |= now.pop("config")
     different = [
@@ -260,6 +265,11 @@ def check_configuration(args, corpus, model):
         utils.fail(f"{args.snapshot_path} was saved with {what}: {other}")
     if tokenizers[0] != tokenizers[1]:
         utils.fail(f"{args.snapshot_path} belongs to another vocabulary: {other}")
+    if texts[0] != texts[1] and os.environ.get("RANK", "0") == "0":
+        utils.say(
+            f"{args.snapshot_path} was trained on another text, or on another part of"
+            " this one: it may know the text that validates it now"
+        )
 
 
 # What each rank may have of its own.

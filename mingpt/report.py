@@ -103,7 +103,6 @@ class Progress:
         self.trainer = trainer
         self.every = max(1, trainer.args.eval_every // 20)
         self.flops, self.source = peak_flops(trainer.device, trainer.dtype)
-        self.begin()
 
     def begin(self):
         """Start the clock: what came before, an evaluation perhaps, is no training."""
@@ -138,7 +137,10 @@ class Progress:
 def log(trainer, metrics):
     """Write the metrics of this step to the CSV file, and to TensorBoard if asked."""
     path = metrics_path(trainer.snapshot_path)
-    utils.log_row(path, trainer.steps_run, metrics, unit="step")
+    try:
+        utils.log_row(path, trainer.steps_run, metrics, unit="step")
+    except OSError as error:  # a full disk, say
+        utils.fail(error.strerror)
     if trainer.args.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -63,8 +63,8 @@ class Trainer:
         self.snapshot_path = args.snapshot_path
         self.steps_run = 0
         self.windows_run = 0  # by all ranks together
-        sigterm = self.sigterm = torch.zeros(1)
-        signal.signal(signal.SIGTERM, lambda *_: sigterm.fill_(1))
+        sigterm = self.sigterm = []  # no tensor: torch.compile may be tracing just then
+        signal.signal(signal.SIGTERM, lambda *_: sigterm.append(True))
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
@@ -91,6 +91,7 @@ class Trainer:
         every, to_go = self.args.eval_every, self.args.steps - self.steps_run
         steps = min(every - self.steps_run % every, to_go)
         endless = batches.prefetch(self.train_data, self.device)
+        self.progress.begin()
         for source, targets in itertools.islice(endless, steps):
             self._stop_if_told()
             torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
@@ -105,7 +106,7 @@ class Trainer:
 
     def _stop_if_told(self):
         """Save and end, all ranks after the same step, if SIGTERM came to one."""
-        stop = self.sigterm.clone()
+        stop = torch.tensor(len(self.sigterm))
         dist.all_reduce(stop, group=self.cpu_group)
         if stop:
             self._save_snapshot()

@@ -168,6 +168,20 @@ def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
     assert same_bits(load(stopped / "mingpt.pt"), load(reference / "mingpt.pt"))
 
 
+def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
+    """There, an operation on a tensor raises, or becomes a part of the graph."""
+    done = gpt(*RESUMABLE, cwd=tmp_path, DO="sigterm_in_compile", AT_STEP=8)
+    assert done.returncode == os.EX_TEMPFAIL, done.stderr
+    assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 9
+
+
+def test_an_evaluation_does_not_slow_the_next_steps(gpt, tmp_path):
+    """What is printed as tokens/s, MFU and time left is of training alone."""
+    done = trained(gpt, *RESUMABLE, cwd=tmp_path, DO="slow_evaluation")
+    ((minutes, seconds),) = re.findall(r"step 7/.* (\d+) min (\d+) s left", done.stdout)
+    assert int(minutes) * 60 + int(seconds) < 3
+
+
 def test_a_full_disk_leaves_the_old_snapshot(gpt, tmp_path):
     done = gpt(*RESUMABLE, cwd=tmp_path, DO="full_disk")
     assert done.returncode == 2
@@ -177,6 +191,15 @@ def test_a_full_disk_leaves_the_old_snapshot(gpt, tmp_path):
     )
     assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 6
     assert [x.name for x in tmp_path.glob("*.tmp")] == []
+
+
+def test_no_room_for_the_metrics(gpt, tmp_path):
+    done = gpt(*RESUMABLE, cwd=tmp_path, DO="no_room_for_metrics")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"train.py: error: No space left on device: {tmp_path}/mingpt.metrics.csv is"
+        " not written, the old one is kept\n"
+    )
 
 
 def test_a_snapshot_does_not_see_later_steps(gpt, whole, tmp_path):
@@ -303,6 +326,15 @@ def test_it_resumes_with_other_settings_and_says_so(gpt, saved, tmp_path):
     done = trained(gpt, *options, cwd=tmp_path)
     assert "lr is 0.003, as in mingpt.pt, not 0.001, as in the script\n" in done.stdout
     assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == 4
+
+
+def test_it_says_that_the_text_is_another_one(gpt, saved, tmp_path):
+    """Another split of it, here: what was trained would validate in silence."""
+    said = "was trained on another text, or on another part of this one"
+    for fraction in (0.1, 0.3):
+        (tmp_path / "mingpt.pt").write_bytes(saved.read_bytes())
+        done = trained(gpt, *SHORT, "--val-fraction", fraction, cwd=tmp_path)
+        assert (said in done.stdout) == (fraction == 0.3)
 
 
 def test_another_batch_goes_on_after_what_is_trained(gpt, saved, tmp_path):
