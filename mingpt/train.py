@@ -84,6 +84,7 @@ class Trainer:
         self._finish_writing()
 
     def _run_steps(self):
+        self.progress.begin()
         # Windows and random numbers follow from the step: a resumed run repeats them.
         self.train_data.sampler.set_start(self.windows_run)
         self.model.train()

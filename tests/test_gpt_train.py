@@ -79,8 +79,8 @@ def test_what_a_person_sees(whole):
     )
     assert lines[3] == "starting with step 1: no step is finished in mingpt.pt"
     progress = (
-        r"step 1/12 \| loss \d\.\d{4} \| [\d,]+ tokens/s \| MFU \d+% of \S+ TFLOP/s"
-        r" \(measured\) \| \d+ min \d\d s left"
+        r"step 1/12 \| loss \d\.\d{4} \| \d+ min \d\d s left \| [\d,]+ tokens/s"
+        r" \| MFU \d+% of \S+ TFLOP/s \(measured\)"
     )
     assert re.fullmatch(progress, lines[4])
     evaluation = (
@@ -93,6 +93,14 @@ def test_what_a_person_sees(whole):
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [6, 12]
     assert f"val loss {rows[-1]['val loss']:.4f}" in done.stdout
+
+
+def test_the_speed_is_that_of_the_steps(gpt, tmp_path):
+    """Writing a sample takes 3 s here, which the lines after it do not count."""
+    done = trained(gpt, *RESUMABLE, cwd=tmp_path, DO="slow_sample")
+    speeds = re.findall(r"step \d+/12 \| loss .* ([\d,]+) tokens/s \| MFU", done.stdout)
+    assert len(speeds) == 10
+    assert min(int(x.replace(",", "")) for x in speeds) > 8 * 16 / 3
 
 
 def test_bits_per_byte(whole):

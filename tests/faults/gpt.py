@@ -5,8 +5,8 @@
 DO: sigterm or sigkill (this process gets it when the step begins), float64 (the model
 has such weights, so that sums in another order agree to the last digits), full_disk
 (the second snapshot finds room for 10 kB), slow_disk (each snapshot takes a while,
-and the first is kept as mingpt.pt.first), no_mask (attention sees the future), leak
-(the validation text is trained as well).
+and the first is kept as mingpt.pt.first), slow_sample (a sample takes 3 s), no_mask
+(attention sees the future), leak (the validation text is trained as well).
 RANK_ONLY=1 does it on this rank alone.
 """
 
@@ -26,6 +26,7 @@ DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
 run_batch, load = train.Trainer._run_batch, train.load_train_objs
+sample = train.Trainer._sample
 save_atomically = utils.save_atomically
 attention = torch.nn.functional.scaled_dot_product_attention
 saved = []
@@ -36,6 +37,11 @@ def signal_at_step(self, source, targets):
         self._finish_writing()
         os.kill(os.getpid(), getattr(signal, DO.upper()))
     return run_batch(self, source, targets)
+
+
+def sample_slowly(self):
+    time.sleep(3)
+    return sample(self)
 
 
 def load_float64(args):
@@ -66,6 +72,8 @@ def save_with_fault(snapshot, path):
 
 if DO.startswith("sig"):
     train.Trainer._run_batch = signal_at_step
+elif DO == "slow_sample":
+    train.Trainer._sample = sample_slowly
 elif DO == "float64":
     train.load_train_objs = load_float64
 elif DO == "leak":
