@@ -122,9 +122,8 @@ class Progress:
         left = round((steps - trainer.steps_run) * tokens / speed)  # seconds
         line = (
             f"step {trainer.steps_run}/{steps} | loss {loss:.4f}"
-            f" | {speed:,.0f} tokens/s"
+            f" | {left // 60} min {left % 60:02} s left | {speed:,.0f} tokens/s"
             f" | MFU {mfu:.0%} of {self.flops / 1e12:.3g} TFLOP/s ({self.source})"
-            f" | {left // 60} min {left % 60:02} s left"
         )
         if CLEAR and dist.get_rank() == 0:
             width = shutil.get_terminal_size().columns - 1

@@ -79,8 +79,8 @@ def test_what_a_person_sees(whole):
     )
     assert lines[3] == "starting with step 1: no step is finished in mingpt.pt"
     progress = (
-        r"step 1/12 \| loss \d\.\d{4} \| [\d,]+ tokens/s \| MFU \d+% of \S+ TFLOP/s"
-        r" \(measured\) \| \d+ min \d\d s left"
+        r"step 1/12 \| loss \d\.\d{4} \| \d+ min \d\d s left \| [\d,]+ tokens/s"
+        r" \| MFU \d+% of \S+ TFLOP/s \(measured\)"
     )
     assert re.fullmatch(progress, lines[4])
     evaluation = (
