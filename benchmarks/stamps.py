@@ -1,4 +1,4 @@
-"""Note when things happen in a process, for benchmarks.startup.
+"""Note when things happen in a process, for benchmarks.startup and benchmarks.gpt.
 
 It is copied beside the script to be measured, which imports it before all else. Each
 line of the file `stamps` there is: process id, seconds since boot, what happened. That
@@ -36,6 +36,31 @@ class StampingFinder:
 
         spec.loader.exec_module = stamped
         return spec
+
+
+def stamp_calls(module, name):
+    """Have it stamped when the function `name` of `module` begins and ends."""
+    function = getattr(module, name)
+
+    def stamped(*arguments, **options):
+        stamp(f"begin {name}")
+        value = function(*arguments, **options)
+        stamp(f"end {name}")
+        return value
+
+    setattr(module, name, stamped)
+
+
+def end_after(kind, name):
+    """Have the first call of the method `name` of a class stamped; then end."""
+    method = getattr(kind, name)
+
+    def last(*arguments):
+        method(*arguments)
+        stamp(f"end {name}")
+        os._exit(0)
+
+    setattr(kind, name, last)
 
 
 def stamp_first_step(trainer_class):
