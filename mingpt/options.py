@@ -334,7 +334,8 @@ def keep_memory():
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # musl has none
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        # M_MMAP_THRESHOLD. Up to 2.34, glibc takes no more than 32 MB.
+        mallopt(-3, 2**30) or mallopt(-3, 2**25)
 
 
 def has_amx():

@@ -1,14 +1,17 @@
 """mingpt.train: the same training at every world size, and nothing lost."""
 
 import csv
+import ctypes
 import math
 import os
 import re
+import sys
 
 import pytest
 import torch
 
 from ladder.rungs import ROOT
+from mingpt import options, report
 from proofs.results import load, same_bits, weights
 from proofs.warm import Fork
 
@@ -366,6 +369,46 @@ def test_sample(gpt, tmp_path, model):
     assert same.stdout == done.stdout, "the seed is the same"
     bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
     assert bad.returncode == 2 and "has no '€'" in bad.stderr
+
+
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "Tesla T4": 65e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    # In their names stands that of a faster one.
+    "NVIDIA L40": 0,
+    "NVIDIA T400 4GB": 0,
+    "NVIDIA RTX A1000 Laptop GPU": 0,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+    "NVIDIA GeForce RTX 4090 D": 0,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": 0,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_gpu(monkeypatch, name):
+    """0 stands for one that is measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(report, "measure_flops", lambda *_: 0)
+    assert report.peak_flops(torch.device("cuda"), torch.bfloat16)[0] == PEAKS[name]
+
+
+def test_an_older_glibc_gets_the_threshold_that_it_takes(monkeypatch):
+    """Up to 2.34, glibc refuses more than 32 MB, and the first call ends its own."""
+    settings = {}
+
+    class Older:
+        def mallopt(self, what, value):
+            fits = what != -3 or value <= 2**25
+            settings.update({what: value} if fits else {})
+            return int(fits)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Older())
+    monkeypatch.setattr(sys, "platform", "linux")
+    options.keep_memory()
+    assert settings == {-1: 2**31 - 1, -3: 2**25}
 
 
 def test_plot(whole, tmp_path):
