@@ -179,6 +179,7 @@ def load_model(args, vocab_size):
         model = load_gpt2(args, typed, vocab_size)
     else:
         sizes = {**gpt2.PRESETS[args.preset or "nano"], **typed}
+        check_module(args.model, module, {"vocab_size", *sizes})
         config = module.GPTConfig(vocab_size=vocab_size, **sizes)
         if config.n_embd % config.n_head:
             utils.fail(
@@ -190,7 +191,49 @@ def load_model(args, vocab_size):
     make_optimizer = functools.partial(
         module.make_optimizer, lr=args.lr, weight_decay=args.weight_decay
     )
+    if not args.model.startswith("mingpt."):
+        check_model(args.model, model, make_optimizer)
     return model, make_optimizer
+
+
+def check_module(name, module, sizes):
+    """End with one line if a model of somebody's own lacks what the Trainer calls."""
+    for part in ("GPT", "GPTConfig", "make_optimizer"):
+        if not hasattr(module, part):
+            utils.fail(f"--model {name}: the module has no {part}")
+    if not dataclasses.is_dataclass(module.GPTConfig):
+        utils.fail(f"--model {name}: GPTConfig is no dataclass")
+    fields = {x.name for x in dataclasses.fields(module.GPTConfig)}
+    if missing := {*sizes, "dropout", "checkpoint"} - fields:
+        utils.fail(f"--model {name}: GPTConfig lacks {', '.join(sorted(missing))}")
+    for method in ("generate", "flops_per_token"):
+        if not hasattr(module.GPT, method):
+            utils.fail(f"--model {name}: GPT has no method {method}")
+
+
+def check_model(name, model, make_optimizer):
+    """The same for what the module makes: a model with a loss, and an optimizer."""
+    if not hasattr(model, "config"):
+        utils.fail(f"--model {name}: GPT does not keep its config as self.config")
+    if not all("initial_lr" in x for x in make_optimizer(model).param_groups):
+        utils.fail(
+            f'--model {name}: make_optimizer gives its parameter groups no "initial_lr"'
+        )
+    tokens, targets = torch.tensor([[0], [0]]), torch.tensor([[0], [-1]])
+    try:
+        with torch.no_grad():
+            _, loss = model.eval()(tokens, targets)
+        fits = loss.dim() == 0 and loss.isfinite()
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        utils.fail(f"--model {name}: {type(error).__name__}: {said} ({TRIED})")
+    if not fits:
+        utils.fail(f"--model {name}: the loss is {loss}, not a finite number ({TRIED})")
+    model.train()
+
+
+# How check_model finds it.
+TRIED = "tried with the targets [[0], [-1]], where -1 is a token that does not count"
 
 
 def load_gpt2(args, typed, vocab_size):

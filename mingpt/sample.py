@@ -52,7 +52,10 @@ def load_snapshot(path):
         utils.fail(f"there is no snapshot of mingpt.train in {path}")
     except Exception as error:
         utils.fail(f"cannot read {path}: {str(error).splitlines()[0]}")
-    module = importlib.import_module(saved["model"])
+    try:
+        module = importlib.import_module(saved["model"])
+    except ModuleNotFoundError as error:
+        utils.fail(f"{path} has a model of {saved['model']}: {error}")
     model = module.GPT(module.GPTConfig(**saved["config"]))
     model.load_state_dict(snapshot["MODEL_STATE"])
     return model, data.make_tokenizer(saved["tokenizer"])

@@ -263,6 +263,109 @@ def test_bad_input(gpt, saved, tmp_path, what):
     assert [x.name for x in tmp_path.iterdir()] == ["mingpt.pt"]
 
 
+OWN = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    dropout: float = 0.0
+    checkpoint: bool = False
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lstm = nn.LSTM(config.n_embd, config.n_embd, batch_first=True)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.lstm(self.embedding(idx))[0])
+        if targets is None:
+            return logits, None
+        scores = logits.flatten(0, 1)
+        return logits, F.cross_entropy(scores, targets.flatten(), ignore_index=-1)
+
+    def generate(self, idx, n, temperature=1.0, top_k=None, generator=None):
+        for _ in range(n):
+            chances = (self(idx)[0][:, -1] / temperature).softmax(dim=-1)
+            new = torch.multinomial(chances, 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def flops_per_token(self):
+        return 6 * sum(x.numel() for x in self.parameters())
+
+
+def make_optimizer(model, lr, weight_decay):
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
+    optimizer.param_groups[0]["initial_lr"] = lr
+    return optimizer
+"""
+
+
+def test_a_model_of_ones_own(gpt, tmp_path):
+    """An LSTM: it trains, resumes and writes."""
+    (tmp_path / "own.py").write_text(OWN)
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    own = ["--model", "own", "--eval-every", 2]
+    trained(gpt, *own, "--steps", 2, cwd=tmp_path, **env)
+    done = trained(gpt, *own, "--steps", 4, cwd=tmp_path, **env)
+    assert "2 of 4 steps are finished" in done.stdout
+    words = ["python", "-m", "mingpt.sample", "--tokens", 5]
+    assert Fork(words, tmp_path, **env).finish().returncode == 0
+    (tmp_path / "own.py").unlink()
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 2
+    assert done.stderr == (
+        "sample.py: error: mingpt.pt has a model of own: No module named 'own'\n"
+    )
+
+
+TRIED = re.escape(
+    " (tried with the targets [[0], [-1]], where -1 is a token that does not count)"
+)
+OWN_FAULTS = {
+    "def make_optimizer": ("def make", "the module has no make_optimizer"),
+    "@dataclass": ("", "GPTConfig is no dataclass"),
+    "    n_layer: int\n": ("", "GPTConfig lacks n_layer"),
+    "def generate": ("def write", "GPT has no method generate"),
+    "self.config = config": ("", "GPT does not keep its config as self.config"),
+    '["initial_lr"] = lr': (
+        '["lr"] = lr',
+        'make_optimizer gives its parameter groups no "initial_lr"',
+    ),
+    ", ignore_index=-1": ("", f"IndexError: Target -1 is out of bounds.{TRIED}"),
+    "ignore_index=-1)": (
+        "ignore_index=0)",
+        f"(the loss is .*|IndexError: .*){TRIED}",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_what_a_model_of_ones_own_lacks(gpt, tmp_path, fault):
+    changed, message = OWN_FAULTS[fault]
+    assert OWN.count(fault) == 1
+    (tmp_path / "own.py").write_text(OWN.replace(fault, changed))
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = gpt(*SHORT, "--model", "own", cwd=tmp_path, **env)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"train\.py: error: --model own: {message}\n", done.stderr)
+    assert not list(tmp_path.glob("mingpt*"))
+
+
 def test_a_snapshot_of_another_script(gpt, tmp_path):
     torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 1}, tmp_path / "mingpt.pt")
     done = gpt(*SHORT, cwd=tmp_path)
