@@ -228,6 +228,10 @@ BAD = {
         "cannot write no/such/snapshot.pt: No such file or directory",
     ),
     "device": (["--device", "tpu"], "--device tpu: here PyTorch can only use cpu"),
+    "decay": (
+        ["--weight-decay", -1],
+        "argument --weight-decay: '-1' is not a number from 0 on",
+    ),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not below 1"),
     "another shape": (
         ["--n-embd", 64, "--seed", 1],
@@ -445,6 +449,8 @@ def test_sample(gpt, tmp_path, model):
     assert same.stdout == done.stdout, "the seed is the same"
     bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
     assert bad.returncode == 2 and "has no '€'" in bad.stderr
+    bad = Fork([*words, "--tokenizer", "x.json"], tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2 and "a snapshot has its own tokenizer" in bad.stderr
 
 
 def test_plot(whole, tmp_path):
@@ -454,6 +460,10 @@ def test_plot(whole, tmp_path):
     done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "curve.svg").read_text()
+    words[3] = whole[0] / "mingpt.pt"
+    bad = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2
+    assert re.fullmatch(r"plot\.py: error: .* is no CSV file: .*\n", bad.stderr)
 
 
 def test_tensorboard(gpt, tmp_path):
