@@ -149,6 +149,17 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
 
 
+def test_another_learning_rate_does_not_count_after_a_resume(gpt, tmp_path):
+    trained(gpt, *SHORT, "--lr", 0.001, cwd=tmp_path)
+    again = ["--steps", 4, "--eval-every", 2]
+    done = gpt(*again, "--lr", 0.5, cwd=tmp_path, DO="sigterm", AT_STEP=2)
+    assert "the learning rate stays 0.001, as saved, not 0.5\n" in done.stdout
+    groups = load(tmp_path / "mingpt.pt")["OPTIMIZER_STATE"]["param_groups"]
+    assert {group["initial_lr"] for group in groups} == {0.001}
+    done = trained(gpt, *again, "--lr", 0.001, cwd=tmp_path)
+    assert "the learning rate stays" not in done.stdout
+
+
 def test_modern_resumes(gpt, tmp_path):
     """Its two optimizers, Muon and AdamW, are saved and loaded as one."""
     reference, stopped = tmp_path / "a", tmp_path / "b"
