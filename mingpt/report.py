@@ -72,6 +72,10 @@ def describe_run(trainer):
         )
     elif done:
         plan = f"resuming from {path}: {done} of {args.steps} steps are finished"
+        rates = {group["initial_lr"] for group in trainer.optimizer.param_groups}
+        if args.lr not in rates:  # the optimizer's state has brought its own
+            saved = ", ".join(f"{rate:g}" for rate in sorted(rates))
+            plan += f"\nthe learning rate stays {saved}, as saved, not {args.lr:g}"
     else:
         plan = f"starting with step 1: no step is finished in {path}"
     return (

@@ -144,6 +144,17 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
 
 
+def test_another_learning_rate_does_not_count_after_a_resume(gpt, tmp_path):
+    trained(gpt, *SHORT, "--lr", 0.001, cwd=tmp_path)
+    again = ["--steps", 4, "--eval-every", 2]
+    done = gpt(*again, "--lr", 0.5, cwd=tmp_path, DO="sigterm", AT_STEP=2)
+    assert "the learning rate stays 0.001, as saved, not 0.5\n" in done.stdout
+    groups = load(tmp_path / "mingpt.pt")["OPTIMIZER_STATE"]["param_groups"]
+    assert {group["initial_lr"] for group in groups} == {0.001}
+    done = trained(gpt, *again, "--lr", 0.001, cwd=tmp_path)
+    assert "the learning rate stays" not in done.stdout
+
+
 def test_modern_resumes(gpt, tmp_path):
     """Its two optimizers, Muon and AdamW, are saved and loaded as one."""
     reference, stopped = tmp_path / "a", tmp_path / "b"
@@ -246,6 +257,10 @@ BAD = {
         "cannot write no/such/snapshot.pt: No such file or directory",
     ),
     "device": (["--device", "tpu"], "--device tpu: here PyTorch can only use cpu"),
+    "decay": (
+        ["--weight-decay", -1],
+        "argument --weight-decay: '-1' is not a number from 0 on",
+    ),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not below 1"),
     "another shape": (
         ["--n-embd", 64, "--seed", 1],
@@ -279,6 +294,109 @@ def test_bad_input(gpt, saved, tmp_path, what):
     assert re.fullmatch(rf"train\.py: error: {message}\n", done.stderr), done.stderr
     assert (tmp_path / "mingpt.pt").read_bytes() == before
     assert [x.name for x in tmp_path.iterdir()] == ["mingpt.pt"]
+
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    dropout: float = 0.0
+    checkpoint: bool = False
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lstm = nn.LSTM(config.n_embd, config.n_embd, batch_first=True)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.lstm(self.embedding(idx))[0])
+        if targets is None:
+            return logits, None
+        scores = logits.flatten(0, 1)
+        return logits, F.cross_entropy(scores, targets.flatten(), ignore_index=-1)
+
+    def generate(self, idx, n, temperature=1.0, top_k=None, generator=None):
+        for _ in range(n):
+            chances = (self(idx)[0][:, -1] / temperature).softmax(dim=-1)
+            new = torch.multinomial(chances, 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def flops_per_token(self):
+        return 6 * sum(x.numel() for x in self.parameters())
+
+
+def make_optimizer(model, lr, weight_decay):
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
+    optimizer.param_groups[0]["initial_lr"] = lr
+    return optimizer
+"""
+
+
+def test_a_model_of_ones_own(gpt, tmp_path):
+    """An LSTM: it trains, resumes and writes."""
+    (tmp_path / "own.py").write_text(OWN)
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    own = ["--model", "own", "--eval-every", 2]
+    trained(gpt, *own, "--steps", 2, cwd=tmp_path, **env)
+    done = trained(gpt, *own, "--steps", 4, cwd=tmp_path, **env)
+    assert "2 of 4 steps are finished" in done.stdout
+    words = ["python", "-m", "mingpt.sample", "--tokens", 5]
+    assert Fork(words, tmp_path, **env).finish().returncode == 0
+    (tmp_path / "own.py").unlink()
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 2
+    assert done.stderr == (
+        "sample.py: error: mingpt.pt has a model of own: No module named 'own'\n"
+    )
+
+
+TRIED = re.escape(
+    " (tried with the targets [[0], [-1]], where -1 is a token that does not count)"
+)
+OWN_FAULTS = {
+    "def make_optimizer": ("def make", "the module has no make_optimizer"),
+    "@dataclass": ("", "GPTConfig is no dataclass"),
+    "    n_layer: int\n": ("", "GPTConfig lacks n_layer"),
+    "def generate": ("def write", "GPT has no method generate"),
+    "self.config = config": ("", "GPT does not keep its config as self.config"),
+    '["initial_lr"] = lr': (
+        '["lr"] = lr',
+        'make_optimizer gives its parameter groups no "initial_lr"',
+    ),
+    ", ignore_index=-1": ("", f"IndexError: Target -1 is out of bounds.{TRIED}"),
+    "ignore_index=-1)": (
+        "ignore_index=0)",
+        f"(the loss is .*|IndexError: .*){TRIED}",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_what_a_model_of_ones_own_lacks(gpt, tmp_path, fault):
+    changed, message = OWN_FAULTS[fault]
+    assert OWN.count(fault) == 1
+    (tmp_path / "own.py").write_text(OWN.replace(fault, changed))
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = gpt(*SHORT, "--model", "own", cwd=tmp_path, **env)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"train\.py: error: --model own: {message}\n", done.stderr)
+    assert not list(tmp_path.glob("mingpt*"))
 
 
 def test_a_snapshot_of_another_script(gpt, tmp_path):
@@ -369,6 +487,8 @@ def test_sample(gpt, tmp_path, model):
     assert same.stdout == done.stdout, "the seed is the same"
     bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
     assert bad.returncode == 2 and "has no '€'" in bad.stderr
+    bad = Fork([*words, "--tokenizer", "x.json"], tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2 and "a snapshot has its own tokenizer" in bad.stderr
 
 
 PEAKS = {
@@ -418,6 +538,10 @@ def test_plot(whole, tmp_path):
     done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "curve.svg").read_text()
+    words[3] = whole[0] / "mingpt.pt"
+    bad = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2
+    assert re.fullmatch(r"plot\.py: error: .* is no CSV file: .*\n", bad.stderr)
 
 
 def test_tensorboard(gpt, tmp_path):
