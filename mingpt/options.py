@@ -129,7 +129,7 @@ def make_parser(doc):
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         default=0,
         help="of the first weights, the order of the text and the dropout (default: 0)",
     )
@@ -150,6 +150,11 @@ def make_parser(doc):
         "--tensorboard", metavar="FOLDER", help="log there for TensorBoard as well"
     )
     return parser
+
+
+def seed(text):
+    """`text` as an int of 0 or more."""
+    return 0 if text == "0" else utils.positive_int(text)
 
 
 def fraction(text):

@@ -111,6 +111,7 @@ class Progress:
     def __init__(self, trainer):
         self.trainer = trainer
         self.every = max(1, trainer.args.eval_every // 20)
+        self.first = True
         self.flops, self.source = peak_flops(trainer.device, trainer.dtype)
 
     def begin(self):
@@ -123,6 +124,9 @@ class Progress:
         self.tokens += tokens
         evaluates = trainer.steps_run % trainer.args.eval_every == 0
         if trainer.steps_run % self.every or evaluates:
+            if self.first:  # in which torch.compile may work for a minute
+                self.begin()
+            self.first = False
             return
         world_size = dist.get_world_size()
         (loss,) = trainer._sum(loss / world_size)  # which waits for the device

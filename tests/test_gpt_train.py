@@ -98,6 +98,14 @@ def test_what_a_person_sees(whole):
     assert f"val loss {rows[-1]['val loss']:.4f}" in done.stdout
 
 
+def test_the_speed_does_not_count_compiling(gpt, tmp_path):
+    """The first step takes 3 s here, as where torch.compile works in it."""
+    options = ["--steps", 40, "--eval-every", 40]
+    done = trained(gpt, *options, cwd=tmp_path, DO="slow_start")
+    (first,) = re.findall(r"step 2/40 .* ([\d,]+) tokens/s", done.stdout)
+    assert int(first.replace(",", "")) > 2 * 8 * 16 / 3
+
+
 def test_bits_per_byte(whole):
     """All characters of this text are ASCII, so that a token is a byte."""
     for row in metrics(whole[0]):
@@ -262,6 +270,10 @@ BAD = {
         "argument --weight-decay: '-1' is not a number from 0 on",
     ),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not below 1"),
+    "seed": (
+        ["--seed", "-1"],
+        "argument --seed: '-1' is not a whole number above 0",
+    ),
     "another shape": (
         ["--n-embd", 64, "--seed", 1],
         f"mingpt.pt was saved with seed 0, not 1, n_embd 32, not 64: {ANOTHER}",
