@@ -3,12 +3,12 @@
     AT_STEP=7 DO=sigkill python tests/faults/gpt.py --steps 12
 
 DO: sigterm or sigkill (this process gets it when the step begins), sigterm_in_compile
-(while torch.compile traces, where operations compute nothing), slow_start (the
-first step takes 3 s), slow_evaluation (each takes 2 s longer), float64 (the model has such weights, so that sums in another order
-agree to the last digits), full_disk (the second snapshot finds room for 10 kB),
-no_room_for_metrics (they find no room at all), slow_disk (each snapshot takes a while,
-and the first is kept as mingpt.pt.first), no_mask (attention sees the future), leak
-(the validation text is trained as well).
+(while torch.compile traces, where operations compute nothing), slow_start (the first
+step takes 3 s), slow_evaluation (each takes 2 s longer), float64 (the model has such
+weights, so that sums in another order agree to the last digits), full_disk (the second
+snapshot finds room for 10 kB), no_room_for_metrics (they find no room at all),
+slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first),
+no_mask (attention sees the future), leak (the validation text is trained as well).
 RANK_ONLY=1 does it on this rank alone.
 """
 
