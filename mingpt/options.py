@@ -31,7 +31,12 @@ TRAINING = {
     "gpt2-large": {"batch_size": 64, "accumulate": 16, "steps": 20000, "lr": 2.5e-4},
     "gpt2-xl": {"batch_size": 64, "accumulate": 32, "steps": 20000, "lr": 2e-4},
 }
-SIZES = ("n_layer", "n_head", "n_embd", "block_size")
+SIZES = {
+    "n_layer": "the number of layers",
+    "n_head": "the number of attention heads in each layer",
+    "n_embd": "the width: how many numbers stand for a token",
+    "block_size": "the most tokens that the model sees at once",
+}
 DTYPES = {"fp32": torch.float32, **utils.DTYPES}
 
 
@@ -64,10 +69,13 @@ def make_parser(doc):
         metavar="PATH",
         help="start from GPT-2 weights in Hugging Face's format, a file or a folder",
     )
-    for name in SIZES:
+    for name, what in SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(
-            option, f"--{name}", type=utils.positive_int, help=f"the preset's {name}"
+            option,
+            f"--{name}",
+            type=utils.positive_int,
+            help=f"{what} (default: the preset's)",
         )
     parser.add_argument(
         "--dropout", type=fraction, default=0.0, help="between 0 (the default) and 1"
@@ -77,19 +85,29 @@ def make_parser(doc):
         action="store_true",
         help="compute activations again in the backward pass: slower, less memory",
     )
-    parser.add_argument("--steps", type=utils.positive_int, help="when to stop")
+    parser.add_argument(
+        "--steps",
+        type=utils.positive_int,
+        help="the step after which the training ends, and the schedule of the learning"
+        " rate (default: the preset's)",
+    )
     parser.add_argument(
         "--eval-every",
         type=utils.positive_int,
         metavar="STEPS",
-        help="evaluate, print a sample and save (default: ten times in all)",
+        help="after so many steps, evaluate, print a sample and save (default: ten"
+        " times in all)",
     )
     parser.add_argument(
         "--accumulate",
         type=utils.positive_int,
         help="micro-batches that a process cuts its batch into (default: the preset's)",
     )
-    parser.add_argument("--lr", type=utils.positive_float, help="the learning rate")
+    parser.add_argument(
+        "--lr",
+        type=utils.positive_float,
+        help="the highest learning rate (default: the preset's)",
+    )
     parser.add_argument(
         "--warmup",
         type=fraction,
@@ -109,7 +127,12 @@ def make_parser(doc):
         default=1.0,
         help="scale gradients of a larger norm down to this one (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        help="of the first weights, the order of the text and the dropout (default: 0)",
+    )
     parser.add_argument(
         "--precision",
         choices=["auto", *DTYPES],
@@ -129,6 +152,11 @@ def make_parser(doc):
     return parser
 
 
+def seed(text):
+    """`text` as an int of 0 or more."""
+    return 0 if text == "0" else utils.positive_int(text)
+
+
 def fraction(text):
     value = not_negative(text)
     if value >= 1:
@@ -137,7 +165,12 @@ def fraction(text):
 
 
 def not_negative(text):
-    return 0.0 if text in ("0", "0.0") else utils.positive_float(text)
+    try:
+        return 0.0 if float(text) == 0 else utils.positive_float(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from 0 on"
+        ) from None
 
 
 def torchrun_env():
@@ -179,6 +212,7 @@ def load_model(args, vocab_size):
         model = load_gpt2(args, typed, vocab_size)
     else:
         sizes = {**gpt2.PRESETS[args.preset or "nano"], **typed}
+        check_module(args.model, module, {"vocab_size", *sizes})
         config = module.GPTConfig(vocab_size=vocab_size, **sizes)
         if config.n_embd % config.n_head:
             utils.fail(
@@ -190,7 +224,49 @@ def load_model(args, vocab_size):
     make_optimizer = functools.partial(
         module.make_optimizer, lr=args.lr, weight_decay=args.weight_decay
     )
+    if not args.model.startswith("mingpt."):
+        check_model(args.model, model, make_optimizer)
     return model, make_optimizer
+
+
+def check_module(name, module, sizes):
+    """End with one line if a model of somebody's own lacks what the Trainer calls."""
+    for part in ("GPT", "GPTConfig", "make_optimizer"):
+        if not hasattr(module, part):
+            utils.fail(f"--model {name}: the module has no {part}")
+    if not dataclasses.is_dataclass(module.GPTConfig):
+        utils.fail(f"--model {name}: GPTConfig is no dataclass")
+    fields = {x.name for x in dataclasses.fields(module.GPTConfig)}
+    if missing := {*sizes, "dropout", "checkpoint"} - fields:
+        utils.fail(f"--model {name}: GPTConfig lacks {', '.join(sorted(missing))}")
+    for method in ("generate", "flops_per_token"):
+        if not hasattr(module.GPT, method):
+            utils.fail(f"--model {name}: GPT has no method {method}")
+
+
+def check_model(name, model, make_optimizer):
+    """The same for what the module makes: a model with a loss, and an optimizer."""
+    if not hasattr(model, "config"):
+        utils.fail(f"--model {name}: GPT does not keep its config as self.config")
+    if not all("initial_lr" in x for x in make_optimizer(model).param_groups):
+        utils.fail(
+            f'--model {name}: make_optimizer gives its parameter groups no "initial_lr"'
+        )
+    tokens, targets = torch.tensor([[0], [0]]), torch.tensor([[0], [-1]])
+    try:
+        with torch.no_grad():
+            _, loss = model.eval()(tokens, targets)
+        fits = loss.dim() == 0 and loss.isfinite()
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        utils.fail(f"--model {name}: {type(error).__name__}: {said} ({TRIED})")
+    if not fits:
+        utils.fail(f"--model {name}: the loss is {loss}, not a finite number ({TRIED})")
+    model.train()
+
+
+# How check_model finds it.
+TRIED = "tried with the targets [[0], [-1]], where -1 is a token that does not count"
 
 
 def load_gpt2(args, typed, vocab_size):
@@ -334,7 +410,8 @@ def keep_memory():
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # musl has none
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        # M_MMAP_THRESHOLD. Up to 2.34, glibc takes no more than 32 MB.
+        mallopt(-3, 2**30) or mallopt(-3, 2**25)
 
 
 def has_amx():

@@ -1,6 +1,7 @@
 """Draw the train and validation curves of one or several runs.
 
 python -m mingpt.plot mingpt.metrics.csv
+python -m mingpt.plot mingpt.metrics.csv modern.metrics.csv --out both.png
 """
 
 import argparse
@@ -16,6 +17,8 @@ def read_metrics(path):
             rows = list(csv.DictReader(file))
     except OSError as error:
         utils.fail(f"cannot read {path}: {error.strerror}")
+    except (UnicodeDecodeError, csv.Error):
+        utils.fail(f"{path} is no CSV file: mingpt.pt has mingpt.metrics.csv beside it")
     wanted = "step", "train loss", "val loss"
     try:
         return {name: [float(row[name]) for row in rows] for name in wanted}
@@ -54,7 +57,11 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = utils.fail
-    parser.add_argument("metrics", nargs="+", help="what mingpt.train has written")
-    parser.add_argument("--out", default="mingpt.svg", help="(default: mingpt.svg)")
+    parser.add_argument("metrics", nargs="+", help="the CSV files of the runs")
+    parser.add_argument(
+        "--out",
+        default="mingpt.svg",
+        help="the picture, for example a .png or .svg (default: mingpt.svg)",
+    )
     args = parser.parse_args()
     draw(args.metrics, args.out)

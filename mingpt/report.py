@@ -1,5 +1,6 @@
 """What a person sees of a run: its lines, metrics.csv, and TensorBoard."""
 
+import re
 import shutil
 import sys
 import time
@@ -9,12 +10,13 @@ import torch.distributed as dist
 
 import utils
 
-# Dense operations per second in 16 bits, as the makers' data sheets have them, by a
-# part of the name that torch.cuda.get_device_name() gives.
+# Dense operations per second in 16 bits, as the makers' data sheets have them, by words
+# of the name that torch.cuda.get_device_name() gives.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
@@ -25,6 +27,7 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+SLOWER = r"\b(Laptop|MIG|D)\b"  # devices with the name of a faster one
 
 
 def peak_flops(device, dtype):
@@ -32,13 +35,15 @@ def peak_flops(device, dtype):
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for part, flops in PEAK_FLOPS.items():
-            if part in name:
+            if re.search(rf"\b{part}\b", name) and not re.search(SLOWER, name):
                 return flops, f"{part}, data sheet"
     return measure_flops(device, dtype), "measured"
 
 
-def measure_flops(device, dtype, size=1024, seconds=0.1):
+def measure_flops(device, dtype, seconds=0.1):
     """The most operations per second that a product of two square matrices reaches."""
+    # On a GPU, smaller matrices take less time than it takes to start and to wait.
+    size = 1024 if device.type == "cpu" else 8192
     x = torch.randn(size, size, device=device).to(dtype)
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     best, end = float("inf"), time.perf_counter() + seconds
@@ -67,6 +72,10 @@ def describe_run(trainer):
         )
     elif done:
         plan = f"resuming from {path}: {done} of {args.steps} steps are finished"
+        rates = {group["initial_lr"] for group in trainer.optimizer.param_groups}
+        if args.lr not in rates:  # the optimizer's state has brought its own
+            saved = ", ".join(f"{rate:g}" for rate in sorted(rates))
+            plan += f"\nthe learning rate stays {saved}, as saved, not {args.lr:g}"
     else:
         plan = f"starting with step 1: no step is finished in {path}"
     return (
@@ -102,6 +111,7 @@ class Progress:
     def __init__(self, trainer):
         self.trainer = trainer
         self.every = max(1, trainer.args.eval_every // 20)
+        self.first = True
         self.flops, self.source = peak_flops(trainer.device, trainer.dtype)
 
     def begin(self):
@@ -114,6 +124,9 @@ class Progress:
         self.tokens += tokens
         evaluates = trainer.steps_run % trainer.args.eval_every == 0
         if trainer.steps_run % self.every or evaluates:
+            if self.first:  # in which torch.compile may work for a minute
+                self.begin()
+            self.first = False
             return
         world_size = dist.get_world_size()
         (loss,) = trainer._sum(loss / world_size)  # which waits for the device

@@ -31,9 +31,11 @@ def make_parser():
     parser.add_argument(
         "--top-k", type=utils.positive_int, help="choose among the K most likely tokens"
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument(
-        "--snapshot-path", default="mingpt.pt", help="(default: mingpt.pt)"
+        "--snapshot-path",
+        default="mingpt.pt",
+        help="what mingpt.train has saved (default: mingpt.pt)",
     )
     parser.add_argument(
         "--init-from", metavar="PATH", help="GPT-2's weights instead of a snapshot"
@@ -52,7 +54,10 @@ def load_snapshot(path):
         utils.fail(f"there is no snapshot of mingpt.train in {path}")
     except Exception as error:
         utils.fail(f"cannot read {path}: {str(error).splitlines()[0]}")
-    module = importlib.import_module(saved["model"])
+    try:
+        module = importlib.import_module(saved["model"])
+    except ModuleNotFoundError as error:
+        utils.fail(f"{path} has a model of {saved['model']}: {error}")
     model = module.GPT(module.GPTConfig(**saved["config"]))
     model.load_state_dict(snapshot["MODEL_STATE"])
     return model, data.make_tokenizer(saved["tokenizer"])
@@ -69,6 +74,8 @@ def load_gpt2(path, tokenizer_file):
 
 def main(args):
     device = utils.get_device(args.device)
+    if args.tokenizer and not args.init_from:
+        utils.fail("--tokenizer is for --init-from: a snapshot has its own tokenizer")
     if args.init_from:
         model, tokenizer = load_gpt2(args.init_from, args.tokenizer)
     else:

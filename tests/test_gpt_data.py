@@ -816,7 +816,7 @@ def test_validation_predicts_each_token_once(world_size):
                 assert torch.equal(targets[targets >= 0], source[targets >= 0] + 1)
                 predicted += targets[targets >= 0].tolist()
         assert sorted(predicted) == list(range(1, n_tokens))
-    assert data.eval_starts(65, 32, 1) == [0, 32]  # nothing follows token 64
+    assert batches.eval_starts(65, 32, 1) == [0, 32]  # nothing follows token 64
 
 
 def test_blocks_go_to_a_worker_by_name(text, tmp_path):

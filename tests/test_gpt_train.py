@@ -1,14 +1,17 @@
 """mingpt.train: the same training at every world size, and nothing lost."""
 
 import csv
+import ctypes
 import math
 import os
 import re
+import sys
 
 import pytest
 import torch
 
 from ladder.rungs import ROOT
+from mingpt import options, report
 from proofs.results import load, same_bits, weights
 from proofs.warm import Fork
 
@@ -95,6 +98,14 @@ def test_what_a_person_sees(whole):
     assert f"val loss {rows[-1]['val loss']:.4f}" in done.stdout
 
 
+def test_the_speed_does_not_count_compiling(gpt, tmp_path):
+    """The first step takes 3 s here, as where torch.compile works in it."""
+    options = ["--steps", 40, "--eval-every", 40]
+    done = trained(gpt, *options, cwd=tmp_path, DO="slow_start")
+    (first,) = re.findall(r"step 2/40 .* ([\d,]+) tokens/s", done.stdout)
+    assert int(first.replace(",", "")) > 2 * 8 * 16 / 3
+
+
 def test_bits_per_byte(whole):
     """All characters of this text are ASCII, so that a token is a byte."""
     for row in metrics(whole[0]):
@@ -139,6 +150,17 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     assert same_bits(load(tmp_path / "mingpt.pt"), load(whole[0] / "mingpt.pt"))
     ours, theirs = metrics(tmp_path), metrics(whole[0])
     assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
+
+
+def test_another_learning_rate_does_not_count_after_a_resume(gpt, tmp_path):
+    trained(gpt, *SHORT, "--lr", 0.001, cwd=tmp_path)
+    again = ["--steps", 4, "--eval-every", 2]
+    done = gpt(*again, "--lr", 0.5, cwd=tmp_path, DO="sigterm", AT_STEP=2)
+    assert "the learning rate stays 0.001, as saved, not 0.5\n" in done.stdout
+    groups = load(tmp_path / "mingpt.pt")["OPTIMIZER_STATE"]["param_groups"]
+    assert {group["initial_lr"] for group in groups} == {0.001}
+    done = trained(gpt, *again, "--lr", 0.001, cwd=tmp_path)
+    assert "the learning rate stays" not in done.stdout
 
 
 def test_modern_resumes(gpt, tmp_path):
@@ -243,7 +265,15 @@ BAD = {
         "cannot write no/such/snapshot.pt: No such file or directory",
     ),
     "device": (["--device", "tpu"], "--device tpu: here PyTorch can only use cpu"),
+    "decay": (
+        ["--weight-decay", -1],
+        "argument --weight-decay: '-1' is not a number from 0 on",
+    ),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not below 1"),
+    "seed": (
+        ["--seed", "-1"],
+        "argument --seed: '-1' is not a whole number above 0",
+    ),
     "another shape": (
         ["--n-embd", 64, "--seed", 1],
         f"mingpt.pt was saved with seed 0, not 1, n_embd 32, not 64: {ANOTHER}",
@@ -276,6 +306,109 @@ def test_bad_input(gpt, saved, tmp_path, what):
     assert re.fullmatch(rf"train\.py: error: {message}\n", done.stderr), done.stderr
     assert (tmp_path / "mingpt.pt").read_bytes() == before
     assert [x.name for x in tmp_path.iterdir()] == ["mingpt.pt"]
+
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    dropout: float = 0.0
+    checkpoint: bool = False
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lstm = nn.LSTM(config.n_embd, config.n_embd, batch_first=True)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.lstm(self.embedding(idx))[0])
+        if targets is None:
+            return logits, None
+        scores = logits.flatten(0, 1)
+        return logits, F.cross_entropy(scores, targets.flatten(), ignore_index=-1)
+
+    def generate(self, idx, n, temperature=1.0, top_k=None, generator=None):
+        for _ in range(n):
+            chances = (self(idx)[0][:, -1] / temperature).softmax(dim=-1)
+            new = torch.multinomial(chances, 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def flops_per_token(self):
+        return 6 * sum(x.numel() for x in self.parameters())
+
+
+def make_optimizer(model, lr, weight_decay):
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
+    optimizer.param_groups[0]["initial_lr"] = lr
+    return optimizer
+"""
+
+
+def test_a_model_of_ones_own(gpt, tmp_path):
+    """An LSTM: it trains, resumes and writes."""
+    (tmp_path / "own.py").write_text(OWN)
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    own = ["--model", "own", "--eval-every", 2]
+    trained(gpt, *own, "--steps", 2, cwd=tmp_path, **env)
+    done = trained(gpt, *own, "--steps", 4, cwd=tmp_path, **env)
+    assert "2 of 4 steps are finished" in done.stdout
+    words = ["python", "-m", "mingpt.sample", "--tokens", 5]
+    assert Fork(words, tmp_path, **env).finish().returncode == 0
+    (tmp_path / "own.py").unlink()
+    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 2
+    assert done.stderr == (
+        "sample.py: error: mingpt.pt has a model of own: No module named 'own'\n"
+    )
+
+
+TRIED = re.escape(
+    " (tried with the targets [[0], [-1]], where -1 is a token that does not count)"
+)
+OWN_FAULTS = {
+    "def make_optimizer": ("def make", "the module has no make_optimizer"),
+    "@dataclass": ("", "GPTConfig is no dataclass"),
+    "    n_layer: int\n": ("", "GPTConfig lacks n_layer"),
+    "def generate": ("def write", "GPT has no method generate"),
+    "self.config = config": ("", "GPT does not keep its config as self.config"),
+    '["initial_lr"] = lr': (
+        '["lr"] = lr',
+        'make_optimizer gives its parameter groups no "initial_lr"',
+    ),
+    ", ignore_index=-1": ("", f"IndexError: Target -1 is out of bounds.{TRIED}"),
+    "ignore_index=-1)": (
+        "ignore_index=0)",
+        f"(the loss is .*|IndexError: .*){TRIED}",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_what_a_model_of_ones_own_lacks(gpt, tmp_path, fault):
+    changed, message = OWN_FAULTS[fault]
+    assert OWN.count(fault) == 1
+    (tmp_path / "own.py").write_text(OWN.replace(fault, changed))
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = gpt(*SHORT, "--model", "own", cwd=tmp_path, **env)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"train\.py: error: --model own: {message}\n", done.stderr)
+    assert not list(tmp_path.glob("mingpt*"))
 
 
 def test_a_snapshot_of_another_script(gpt, tmp_path):
@@ -366,6 +499,48 @@ def test_sample(gpt, tmp_path, model):
     assert same.stdout == done.stdout, "the seed is the same"
     bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
     assert bad.returncode == 2 and "has no '€'" in bad.stderr
+    bad = Fork([*words, "--tokenizer", "x.json"], tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2 and "a snapshot has its own tokenizer" in bad.stderr
+
+
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "Tesla T4": 65e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    # In their names stands that of a faster one.
+    "NVIDIA L40": 0,
+    "NVIDIA T400 4GB": 0,
+    "NVIDIA RTX A1000 Laptop GPU": 0,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+    "NVIDIA GeForce RTX 4090 D": 0,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": 0,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_gpu(monkeypatch, name):
+    """0 stands for one that is measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(report, "measure_flops", lambda *_: 0)
+    assert report.peak_flops(torch.device("cuda"), torch.bfloat16)[0] == PEAKS[name]
+
+
+def test_an_older_glibc_gets_the_threshold_that_it_takes(monkeypatch):
+    """Up to 2.34, glibc refuses more than 32 MB, and the first call ends its own."""
+    settings = {}
+
+    class Older:
+        def mallopt(self, what, value):
+            fits = what != -3 or value <= 2**25
+            settings.update({what: value} if fits else {})
+            return int(fits)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Older())
+    monkeypatch.setattr(sys, "platform", "linux")
+    options.keep_memory()
+    assert settings == {-1: 2**31 - 1, -3: 2**25}
 
 
 def test_plot(whole, tmp_path):
@@ -375,6 +550,10 @@ def test_plot(whole, tmp_path):
     done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "curve.svg").read_text()
+    words[3] = whole[0] / "mingpt.pt"
+    bad = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert bad.returncode == 2
+    assert re.fullmatch(r"plot\.py: error: .* is no CSV file: .*\n", bad.stderr)
 
 
 def test_tensorboard(gpt, tmp_path):

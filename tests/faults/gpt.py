@@ -3,12 +3,12 @@
     AT_STEP=7 DO=sigkill python tests/faults/gpt.py --steps 12
 
 DO: sigterm or sigkill (this process gets it when the step begins), sigterm_in_compile
-(while torch.compile traces, where operations compute nothing), slow_evaluation (each
-takes 2 s longer), float64 (the model has such weights, so that sums in another order
-agree to the last digits), full_disk (the second snapshot finds room for 10 kB),
-no_room_for_metrics (they find no room at all), slow_disk (each snapshot takes a while,
-and the first is kept as mingpt.pt.first), no_mask (attention sees the future), leak
-(the validation text is trained as well).
+(while torch.compile traces, where operations compute nothing), slow_start (the first
+step takes 3 s), slow_evaluation (each takes 2 s longer), float64 (the model has such
+weights, so that sums in another order agree to the last digits), full_disk (the second
+snapshot finds room for 10 kB), no_room_for_metrics (they find no room at all),
+slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first),
+no_mask (attention sees the future), leak (the validation text is trained as well).
 RANK_ONLY=1 does it on this rank alone.
 """
 
@@ -47,6 +47,12 @@ def sigterm_while_tracing(self, source, targets):
     if self.steps_run == AT_STEP:
         with FakeTensorMode():
             signal.raise_signal(signal.SIGTERM)
+    return run_batch(self, source, targets)
+
+
+def start_slowly(self, source, targets):
+    if self.steps_run == 0:
+        time.sleep(3)
     return run_batch(self, source, targets)
 
 
@@ -93,6 +99,8 @@ if DO == "sigterm_in_compile":
     train.Trainer._run_batch = sigterm_while_tracing
 elif DO == "no_room_for_metrics":
     utils.log_row = log_on_a_full_disk
+elif DO == "slow_start":
+    train.Trainer._run_batch = start_slowly
 elif DO == "slow_evaluation":
     train.Trainer._evaluate = evaluate_slowly
 elif DO.startswith("sig"):
