@@ -43,7 +43,7 @@ import torch.nn.functional as F
 
 import utils
 from benchmarks import gpt_startup, report
-from mingpt import data, model, options, train
+from mingpt import batches, data, model, options, train
 from mingpt.report import peak_flops
 
 # preset: of mingpt.model; batch_size: of a process, (on a CPU, on a GPU).
@@ -300,9 +300,9 @@ class PlainLoop:
             self.device.type, dtype, enabled=dtype != torch.float32
         )
         block_size = gpt.config.block_size
-        self.blocks = data.Blocks(corpus.train, block_size)
+        self.blocks = batches.Blocks(corpus.train, block_size)
         length, batch_size = len(corpus.train), args.batch_size
-        self.sampler = data.StepSampler(length, block_size, batch_size, args.seed)
+        self.sampler = batches.StepSampler(length, block_size, batch_size, args.seed)
         if version.kind == "transformers":
             gpt = as_transformers(gpt)
         else:
@@ -456,7 +456,7 @@ class Contestant:
             pipe.send(steps)
         try:
             return [pipe.recv() for pipe in self.pipes]
-        except EOFError:  # its process has said why
+        except (EOFError, ConnectionError):  # its process has said why
             sys.exit("gpt.py: error: a process has ended: see above")
 
     def end(self):
