@@ -177,6 +177,11 @@ def equal_words(one, other):
         if one[i] in BRACKETS.values() and i in halves
         if equal.get(halves[i]) != other_halves.get(j)
     }
+    alone |= {
+        i
+        for i, j in equal.items()
+        if halves.get(i, i) not in equal or other_halves.get(j, j) not in equal.values()
+    }
     between = {
         i
         for i in equal
