@@ -38,6 +38,11 @@ def test_versions_train_the_same(race, setting):
         assert theirs.loss == pytest.approx(ours.loss, abs=1e-5)
         assert theirs.seconds > 0 and ours.seconds > 0
     assert turns["plain"][1].loss < turns["plain"][0].loss < math.log(120)
+
+
+def test_the_peak_of_memory_has_all_that_is_kept(setting):
+    """In a new process: a fork has the memory that others have freed."""
+    turns = gpt.race({"plain": plain}, setting, ROUNDS)
     weights = 4 * 4 * 800_000  # with gradients and two moments, in bytes
     assert turns["plain"][-1].peak_bytes > weights
 
