@@ -34,22 +34,10 @@ class GPTConfig:
     checkpoint: bool = False  # saves memory: activations are computed twice
 
 
-PRESETS = {
-    "nano": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
-    "mini": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
-    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024},
-    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "block_size": 1024},
-    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280, "block_size": 1024},
-    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600, "block_size": 1024},
-}
-
-
 class KVCache:
     """The keys and values that one layer has computed, so that it does so only once."""
 
-    def __init__(self):
-        self.length = 0
-        self.k = self.v = None
+    length, k, v = 0, None, None
 
     def extend(self, k, v):
         """Append k and v, (B, heads, T, head size) each. Return all of them."""
@@ -79,17 +67,10 @@ def apply_rotary(x, cos_sin):
 
 def attention(q, k, v, dropout):
     """Each token looks at itself and at earlier ones: (B, heads, T, head size) each."""
-    T = q.size(2)
-    if v.device.type == "cpu" and v.dtype == torch.bfloat16 and T > 1:
-        # PyTorch's kernel is slow there: its backward takes 2 to 10 times as long.
-        future = torch.full((T, T), -torch.inf, dtype=v.dtype).triu(1)
-        q, k = q.flatten(0, 1), k.flatten(0, 1)
-        scores = torch.baddbmm(future, q, k.mT, alpha=q.size(2) ** -0.5)
-        weights = F.dropout(scores.float().softmax(dim=-1), dropout, dropout > 0)
-        return weights.to(v.dtype).view(*v.shape[:2], T, T) @ v
     # A single token is the last one, so it may see every key. is_causal would show it
     # the first key only.
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+    causal = q.size(2) > 1
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
 
 
 class CausalSelfAttention(nn.Module):
@@ -165,13 +146,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, idx, targets=None):
-        """Predict each next token.
+        """Predict each next token: (logits, loss), of shapes (B, T, V) and ().
 
-        idx: token numbers, (B, T), T at most block_size. targets: the tokens that
-        follow, (B, T); -1 stands for a token that does not count.
-        Returns (logits, loss): (B, T, V), and the mean cross-entropy in nats per
-        token that counts, in float32 also where the logits have 16 bits. The loss is
-        nan if no token counts, and None without targets.
+        idx: tokens, (B, T). targets: those that follow, -1 for one that does not count.
+        The loss is the mean cross-entropy in nats per token, in float32.
         """
         logits = self.lm_head(self.hidden(idx))
         if targets is None:
@@ -201,25 +179,18 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=1.0,
-        top_k=None,
-        generator=None,
-        use_cache=True,
+        self, idx, count, temperature=1.0, top_k=None, generator=None, use_cache=True
     ):
-        """Continue each row of idx, (B, T), by max_new_tokens tokens, and return all.
+        """Continue each row of idx, (B, T), by `count` tokens, and return all.
 
-        temperature: below 1, likely tokens become more likely; 0 takes the most likely
-        one. top_k: choose among the k most likely tokens only. generator: the
-        torch.Generator to draw from. The model sees the last block_size tokens.
+        Below a temperature of 1, likely tokens become more likely; 0 takes the most
+        likely one. With `top_k`, only the k most likely ones are drawn.
         """
         training = self.training
         self.eval()
         block_size = self.config.block_size
         caches = [KVCache() for _ in self.transformer.h] if use_cache else None
-        for _ in range(max_new_tokens):
+        for _ in range(count):
             if caches and idx.size(1) <= block_size:
                 x = self.hidden(idx[:, caches[0].length :], caches)
             else:  # each token has another position now, so its cached key is wrong
@@ -228,17 +199,6 @@ class GPT(nn.Module):
             idx = torch.cat((idx, sample(logits, temperature, top_k, generator)), dim=1)
         self.train(training)
         return idx
-
-    def flops_per_token(self):
-        """Floating-point operations of forward and backward, per token of a full block.
-
-        6 N + 12 L T C (Chowdhery et al., "PaLM", 2022, appendix B), where L is n_layer
-        and N the number of weights in all matrices that a token is multiplied by.
-        """
-        linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
-        weights = sum(m.weight.numel() for m in linears)
-        c = self.config
-        return 6 * weights + 12 * c.n_layer * c.block_size * c.n_embd
 
 
 def sample(logits, temperature, top_k, generator):

@@ -1,4 +1,4 @@
-"""Train a GPT on real text. Parent: multinode.py
+"""Train a GPT on real text.
 
 python -m mingpt.train
 torchrun --standalone --nproc-per-node=2 -m mingpt.train
@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -36,7 +35,7 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        make_optimizer: Callable,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
@@ -49,71 +48,73 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.model = model.to(device)
         if args.compile == "on":
-            how = options.compile_options(device)
-            self.model.compile(dynamic=False, options=how)
+            self.model.compile(dynamic=False, options=options.compile_options(device))
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
         if dist.get_world_size() > 1:  # one rank has no other to average with
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
             self.no_sync = self.ddp_model.no_sync
-        self.optimizer = make_optimizer(self.model)
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.corpus = corpus
-        self.args = args
-        self.snapshot_path = args.snapshot_path
-        self.steps_run = 0
-        self.windows_run = 0  # by all ranks together
-        sigterm = self.sigterm = []  # no tensor: torch.compile may be tracing just then
-        signal.signal(signal.SIGTERM, lambda *_: sigterm.append(True))
+        self.optimizer = optimizer
+        self.train_data, self.eval_data = train_data, eval_data
+        self.corpus, self.args = corpus, args
+        self.steps_run = self.steps_saved = self.windows_run = 0  # windows: all ranks'
+        self.sigterm = torch.zeros(1)
+        flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
+        signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
 
     def train(self):
         self._print(report.describe_run(self))
-        self.progress = report.Progress(self)
         while self.steps_run < self.args.steps:
             start = time.perf_counter()
             train_loss, tokens = self._run_steps()
             tokens_per_s = tokens / (time.perf_counter() - start)
             metrics = {"train loss": train_loss, **self._evaluate()}
-            self._print(report.describe_steps(self, metrics, tokens_per_s))
-            self._log({**metrics, "tokens/s": tokens_per_s})
-            self._print(self._sample())
+            line = [f"step {self.steps_run}/{self.args.steps}"]
+            line += [f"{name} {value:.4f}" for name, value in metrics.items()]
+            self._print(" | ".join([*line, f"{tokens_per_s:,.0f} tokens/s"]))
+            self._check_finite(metrics["val loss"])
+            if dist.get_rank() == 0:  # one rank writes
+                report.log(self, {**metrics, "tokens/s": tokens_per_s})
             self._save_snapshot()
+            self._print(self._sample())
         self._finish_writing()
 
     def _run_steps(self):
         # Windows and random numbers follow from the step: a resumed run repeats them.
-        self.train_data.sampler.set_start(self.windows_run)
+        self.train_data.sampler.start = self.windows_run
         self.model.train()
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        every, to_go = self.args.eval_every, self.args.steps - self.steps_run
-        steps = min(every - self.steps_run % every, to_go)
-        endless = batches.prefetch(self.train_data, self.device)
-        self.progress.begin()
-        for source, targets in itertools.islice(endless, steps):
+        every, total = self.args.eval_every, self.args.steps
+        steps = min(every - self.steps_run % every, total - self.steps_run)
+        for source, targets in itertools.islice(self.train_data, steps):
             self._stop_if_told()
             torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
             loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=source.numel())
+            loss_sum += loss * source.numel()
             tokens += source.numel()
             self.steps_run += 1
             self.windows_run += len(source) * dist.get_world_size()
-            self.progress.step(loss, source.numel() * dist.get_world_size())
+            if self.steps_run % every and self.steps_run % max(1, every // 20) == 0:
+                (loss,) = self._sum(loss / dist.get_world_size())  # waits for the GPU
+                self._print(f"step {self.steps_run}/{total} | loss {loss:.4f}")
         loss_sum, tokens = self._sum(loss_sum, tokens)
         return loss_sum / tokens, tokens
 
     def _stop_if_told(self):
         """Save and end, all ranks after the same step, if SIGTERM came to one."""
-        stop = torch.tensor(len(self.sigterm))
+        stop = self.sigterm.clone()
         dist.all_reduce(stop, group=self.cpu_group)
         if stop:
+            self._check_finite()
             self._save_snapshot()
             self._finish_writing()
             self._print(f"preempted after step {self.steps_run}")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-            open(f"{self.snapshot_path}.preempted", "w").close()
+            open(f"{self.args.snapshot_path}.preempted", "w").close()
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
@@ -145,10 +146,13 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        for source, targets in batches.prefetch(self.eval_data, self.device):
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded
@@ -166,8 +170,8 @@ class Trainer:
         """What the model writes by now: the same on every rank, so that none waits."""
         generator = torch.Generator(self.device).manual_seed(self.steps_run)
         start = torch.tensor(self.corpus.val[None, :1].astype("int64"))
-        options = {"temperature": 0.8, "generator": generator}
-        tokens = self.model.generate(start.to(self.device), 200, **options)
+        start = start.to(self.device)
+        tokens = self.model.generate(start, 200, temperature=0.8, generator=generator)
         return self.corpus.tokenizer.decode(tokens[0].tolist())
 
     def _sum(self, *values):
@@ -177,13 +181,20 @@ class Trainer:
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
-    def _log(self, metrics):
-        if dist.get_rank() == 0:  # one rank writes
-            report.log(self, metrics)
+    def _check_finite(self, loss=0.0):
+        """End with one line, nothing saved, if the loss or a weight is not finite."""
+        self._finish_writing()
+        finite = all(x.isfinite().all() for x in self.model.parameters())
+        if any(self._sum(not (finite and math.isfinite(loss)))):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
+            what = f"step {self.steps_run}: the loss or a weight is not finite"
+            stays = f"{self.args.snapshot_path} stays at step {self.steps_saved}"
+            utils.error(f"{what}: {stays}")
 
     def _save_snapshot(self):
+        path, self.steps_saved = self.args.snapshot_path, self.steps_run
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
@@ -193,37 +204,45 @@ class Trainer:
             "CONFIGURATION": options.configuration(self.args, self.corpus, self.model),
         }
         if dist.get_rank() == 0:  # one rank writes
-            self._finish_writing()
-            # A copy, because training goes on while the writer writes.
-            snapshot = utils.map_tensors(lambda x: x.cpu().clone(), snapshot)
-            writing = utils.save_atomically, snapshot, self.snapshot_path
-            self.writing = self.writer.submit(*writing)
-        self._print(f"saving step {self.steps_run} to {self.snapshot_path}")
+            # A copy, because the next steps change the weights while it is written.
+            snapshot = copy_to_cpu(snapshot, {})
+            self.writing = self.writer.submit(utils.save_atomically, snapshot, path)
+        self._print(f"saving step {self.steps_run} to {path}")
 
     def _finish_writing(self):
         """Wait for the snapshot that is being written, if there is one."""
-        try:
-            if self.writing:
-                self.writing.result()
-        except OSError as error:  # a full disk, say
-            utils.fail(error.strerror)
+        if self.writing:
+            self.writing.result()  # or the error that the writer met
 
     def _load_snapshot(self):
-        snapshot = utils.read_snapshot(self.snapshot_path)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, utils.identify(self.snapshot_path))
-        newest, differences = utils.compare(found)
-        if differences:  # machines may have disks of their own
-            self._print(differences)
-            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
-        if "MODEL_STATE" not in snapshot:
+        path = self.args.snapshot_path
+        snapshot = utils.read_snapshot(path)
+        steps = [None] * dist.get_world_size()
+        dist.all_gather_object(steps, (snapshot or {}).get("STEPS_RUN", 0))
+        newest = steps.index(max(steps))  # all load this rank's snapshot
+        if len(set(steps)) > 1:
+            self._print(f"steps saved, by rank: {steps}. All take rank {newest}'s")
+        if max(steps) > 0:
+            snapshot = utils.broadcast_snapshot(path, newest)
+        if snapshot is None:
             return
+        options.check_snapshot(snapshot, self)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         if self.scaler.is_enabled() and snapshot["SCALER_STATE"]:
             self.scaler.load_state_dict(snapshot["SCALER_STATE"])
-        self.steps_run = snapshot["STEPS_RUN"]
+        self.steps_run = self.steps_saved = snapshot["STEPS_RUN"]
         self.windows_run = snapshot["WINDOWS_RUN"]
+
+
+def copy_to_cpu(value, copies):
+    """`value`, all tensors in its dicts and lists copied. Tied ones stay tied."""
+    if isinstance(value, torch.Tensor):
+        place = value.data_ptr(), value.dtype, value.shape, value.stride()
+        return copies.setdefault(place, value.detach().to("cpu", copy=True))
+    if isinstance(value, dict):
+        return {name: copy_to_cpu(x, copies) for name, x in value.items()}
+    return [copy_to_cpu(x, copies) for x in value] if isinstance(value, list) else value
 
 
 def lr_scale(step, steps, warmup):
@@ -239,53 +258,43 @@ def lr_scale(step, steps, warmup):
 
 
 def load_train_objs(args):
-    """Your text, model and kind of optimizer go here."""
+    """Your text, model and optimizer go here."""
     corpus = data.prepare(args.data, args.tokenizer, args.cache, args.val_fraction)
-    torch.manual_seed(args.seed)
-    model, make_optimizer = options.load_model(args, corpus.vocab_size)
-    return corpus, model, make_optimizer
+    torch.manual_seed(args.seed % 2**64)
+    model, optimizer = options.load_model(args, corpus.vocab_size)
+    return corpus, model, optimizer
 
 
-def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+def prepare_dataloader(dataset, batch_size, sampler, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        drop_last=drop_last,
-        collate_fn=batches.take,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        collate_fn=tuple,  # a batch is in one piece already
+        pin_memory=device.type == "cuda",
     )
 
 
 @record  # or torchrun could not show the traceback
 def main(args):
-    rank, local_rank, world_size = options.torchrun_env()
-    corpus, model, make_optimizer = load_train_objs(args)
-    options.check_run(args, corpus, model, make_optimizer, world_size)
-    device = utils.get_device(args.device, local_rank)
+    alone = "RANK" not in os.environ  # python starts this process
+    rank, local_rank, world_size = (0, None, 1) if alone else utils.torchrun_env()
+    device = utils.set_device(args.device, local_rank)
     options.settle(args, device)
+    corpus, model, optimizer = load_train_objs(args)
     ddp_setup(device)
-    options.compare_ranks(args, corpus)
-    block_size = model.config.block_size
-    train_set = batches.Blocks(corpus.train, block_size)
-    eval_set = batches.Blocks(corpus.val, block_size)
-    sampler = batches.StepSampler(
-        len(corpus.train), block_size, args.batch_size, args.seed, rank, world_size
-    )
+    options.check_ranks(args, corpus)
+    sizes = model.config.block_size, args.batch_size
+    if len(corpus.train) <= model.config.block_size:
+        utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
+    place = args.seed, rank, world_size
+    sampler = batches.StepSampler(len(corpus.train), *sizes, *place)
+    train_set = batches.Blocks(corpus.train, model.config.block_size)
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, device)
-    sampler = batches.eval_starts(
-        len(corpus.val), block_size, args.batch_size, rank, world_size
-    )
+    sampler = batches.eval_starts(len(corpus.val), *sizes, rank, world_size)
+    eval_set = batches.Blocks(corpus.val, model.config.block_size)
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(
-        model,
-        make_optimizer,
-        train_data,
-        eval_data,
-        device,
-        corpus,
-        args,
-    ).train()
+    Trainer(model, optimizer, train_data, eval_data, device, corpus, args).train()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
     dist.destroy_process_group()
 

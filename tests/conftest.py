@@ -1,5 +1,6 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
+import ast
 import json
 import os
 import shutil
@@ -16,11 +17,13 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # that it starts, whose end some tests ask for.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from ladder.rungs import ROOT, commands  # noqa: E402
-from proofs import launch, processes, results, warm  # noqa: E402
 from tests.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
+from tools.proofs import hosts, launch, processes, results, warm  # noqa: E402
+from tools.scripts import ROOT, commands  # noqa: E402
 
-OBSERVER = ROOT / "proofs" / "observer"
+OBSERVER = ROOT / "tools" / "proofs" / "observer"
+NO_HOSTS = hosts.why_not()
+needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 
 
 # What `pytest` leaves out unless it is told --all
@@ -38,7 +41,8 @@ left_out = {}  # {file: how many of its tests}
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--all"):
+    """A test that is named, as `FILE::TEST`, runs without --all, too."""
+    if config.getoption("--all") or any("::" in name for name in config.args):
         return
     waiting = [item for item in items if item.get_closest_marker("waits")]
     for item in waiting:
@@ -76,6 +80,13 @@ def once(make):
     return get
 
 
+def of_the_root(request, fixture):
+    """The scripts of the root for which this session's tests use the fixture."""
+    users = [x for x in request.session.items if fixture in x.fixturenames]
+    names = {x.callspec.params["name"] for x in users if hasattr(x, "callspec")}
+    return sorted(name for name in names if "/" not in name)
+
+
 def processes_of(name, nprocs):
     return nprocs if name in launch.DISTRIBUTED else 1
 
@@ -101,23 +112,68 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def typed(tmp_path_factory):
+def typed(tmp_path_factory, request):
     """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
+    Without --all, commands of variants run in forks, which show no threads. Those of
+    the root, in new interpreters, start at once and run beside the tests before theirs.
     """
 
-    @once
-    def run(name):
+    def start(name):
         folder = tmp_path_factory.mktemp("typed")
         log = tmp_path_factory.mktemp("threads")
         launch.plant(name, folder)
         (words,) = commands(name)
+        if "/" in name and not request.config.getoption("--all"):
+            return folder, log, warm.Fork(words, folder, PYTHONPATH=folder).finish
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         env = {"PATH": path, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-        done = processes.run(words, folder, **env)
+        process = processes.start(words, folder, **env)
+        return folder, log, lambda: processes.finish(process)
+
+    started = {name: start(name) for name in of_the_root(request, "typed")}
+
+    @once
+    def run(name):
+        folder, log, finish = started.get(name) or start(name)
+        done = finish()
         assert done.returncode == 0, done.stdout + done.stderr
         return folder, done, [x.read_text() for x in log.iterdir()]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory, request):
+    """`killed(name)`: (folder, Done, processes left) of a run like those of `runs`.
+
+    In its third epoch, the last rank gets SIGKILL: it has saved 2 epochs. The scripts
+    of the root run in new interpreters, because how they end is the claim. They start
+    at once and run beside the tests before theirs.
+    """
+
+    def start(name):
+        folder = tmp_path_factory.mktemp("killed")
+        copy = tmp_path_factory.mktemp("copy")
+        script = launch.plant(name, copy, hooks=["faults:in_step_80"])
+        size = ("--batch-size", launch.batch_size(name, 64))
+        words = launch.command(script, 5, 2, *size)
+        env = {"MARK": f"killed {name}", "IN_STEP_80": "kill"}
+        env = launch.environment(script, env)
+        if "/" in name:
+            return folder, warm.Fork(words, folder, **env).finish
+        process = processes.start(launch.as_typed(words), folder, **env)
+        return folder, lambda: processes.finish(process)
+
+    started = {name: start(name) for name in of_the_root(request, "killed")}
+
+    @once
+    def run(name):
+        folder, finish = started.get(name) or start(name)
+        done, mark = finish(), f"killed {name}"
+        left = processes.left_over(mark) if os.path.isdir("/proc/self") else []
+        return folder, done, left
 
     return run
 
@@ -128,7 +184,7 @@ def probes(tmp_path_factory):
 
     Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
-    those of proofs/hooks/probe.py. `hooks`: others to attach before it.
+    those of tools/proofs/hooks/probe.py. `hooks`: others to attach before it.
     """
 
     @once
@@ -142,7 +198,22 @@ def probes(tmp_path_factory):
         facts = [json.loads(file.read_text()) for file in files]
         return results.losses(done), facts, done
 
-    return lambda name, nprocs, hooks=(): run(name, processes_of(name, nprocs), hooks)
+    return lambda name, nprocs=2, hooks=(): run(name, processes_of(name, nprocs), hooks)
+
+
+def with_lines_added(text, *names):
+    """(`text` with a line added after each statement of functions, their number)."""
+    found = [x for x in ast.walk(ast.parse(text)) if getattr(x, "name", "") in names]
+    statements = [x for y in found for x in ast.walk(y) if isinstance(x, ast.stmt)]
+    statements = [x for x in statements if x not in found]
+    lines = text.splitlines()
+    # From the last line to the first: those that are still to come keep their numbers.
+    # Of blocks that end together, what goes after the inner one comes first.
+    ends = sorted(statements, key=lambda x: (x.end_lineno, -x.col_offset))
+    for number, end in reversed([*enumerate(ends)]):
+        indent = " " * end.col_offset
+        lines.insert(end.end_lineno, f"{indent}passed.append({number})")
+    return "\n".join(lines) + "\n", len(ends)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The site and a browser for its tests, made once, when first asked for.
 
-tests/conftest.py imports these, so that the files that use them share one site.
+tests/conftest.py imports these, so that the files that use them share one site. They
+are skipped where tools/site/requirements.txt or tests/requirements.txt is missing.
 """
 
 import functools
@@ -9,35 +10,50 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from ladder.rungs import ROOT
+from tools.scripts import EDGES, ROOT
 
-SPHINX = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "website"]
+SPHINX = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "tools/site"]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+OLD, NEW = EDGES[0]
+
+
+def url_of(old, new):
+    names = [x.removesuffix(".py").replace("/", "-") for x in (old, new)]
+    return f"side_by_side/{'--'.join(names)}.html"
+
+
+PAIR = url_of(OLD, NEW)
+
+
+def build_site(folder, root=ROOT, env=None):
+    """Build the site by the command that the README gives: (its folder, messages)."""
+    for module in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "notfound"):
+        pytest.importorskip(module)
+    command = [*SPHINX, "-d", folder / "doctrees", "docs", folder / "html"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    return folder / "html", done
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The folder of the site, built from clean by the command that the README gives."""
-    folder = tmp_path_factory.mktemp("site")
-    options = ["-d", folder / "doctrees", "docs", folder / "html"]
-    start = time.perf_counter()
-    done = subprocess.run([*SPHINX, *options], cwd=ROOT, capture_output=True, text=True)
+    """The folder of the site, built from clean."""
+    folder, done = build_site(tmp_path_factory.mktemp("site"))
     assert done.returncode == 0, done.stderr
-    print(f"built in {time.perf_counter() - start:.1f} s")
-    return folder / "html"
+    return folder
 
 
 @pytest.fixture(scope="session")
 def pages(site):
-    """{address: Page} of every page."""
-    from tests.site_pages import Page
-
-    return {str(x.relative_to(site)): Page(x) for x in site.rglob("*.html")}
+    """`pages(address)`: a page as BeautifulSoup."""
+    bs4 = pytest.importorskip("bs4")
+    return functools.cache(
+        lambda name: bs4.BeautifulSoup((site / name).read_text(), "html.parser")
+    )
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -87,14 +103,14 @@ def visit(browser, address):
         if not request.url.startswith((address, "data:")):
             wrong.append(request.url)
 
-    def tell(message):
+    def note(message):
         if message.type == "error":
             wrong.append(f"{message.location['url']}: {message.text}")
 
     def open_tab(url, **options):
         contexts.append(browser.new_context(**{"viewport": WIDE} | options))
         tab = contexts[-1].new_page()
-        tab.on("console", tell)
+        tab.on("console", note)
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", watch)
         tab.goto(address + url)
@@ -104,3 +120,29 @@ def visit(browser, address):
     for context in contexts:
         context.close()
     assert not wrong
+
+
+# site.js looks at what scrolls sideways once a new width has been drawn.
+TWO_FRAMES = """() => new Promise((done) =>
+    requestAnimationFrame(() => requestAnimationFrame(done)))"""
+
+
+def check_barriers(tab, seen=((WIDE, "light"), (PHONE, "dark"))):
+    """By axe-core, unfolded."""
+    axe = pytest.importorskip("axe_playwright_python.base")
+    tab.evaluate("for (const x of document.querySelectorAll('details')) x.open = true")
+    tab.add_script_tag(path=axe.AXE_FILE_PATH)
+    for viewport, scheme in seen:
+        tab.set_viewport_size(viewport)
+        tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        tab.evaluate(TWO_FRAMES)
+        result = tab.evaluate(
+            "tags => axe.run({runOnly: tags, resultTypes: ['violations']})", TAGS
+        )
+        assert result["passes"]
+        found = [
+            (x["id"], node["target"], node["failureSummary"])
+            for x in result["violations"]
+            for node in x["nodes"]
+        ]
+        assert not found, f"{viewport['width']} pixels, {scheme}: {found[:3]}"

@@ -1,57 +1,39 @@
-"""The tool that kills at random: a short run of it, and what it says to bad input."""
+"""The tool that kills at random: two short runs of it."""
 
 import re
 import sys
 
 import pytest
 
-from ladder.rungs import ROOT
-from proofs import processes
-from proofs.hosts import why_not
-from proofs.processes import TIMEOUT_S
-from proofs.warm import Fork
+from tests.conftest import needs_hosts
+from tools.proofs import processes
+from tools.proofs.processes import TIMEOUT_S
+from tools.scripts import ROOT
 
-on_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.waits, needs_hosts]
 
 
 def chaos(*args):
-    command = [sys.executable, "-W", "ignore", "-m", "proofs.chaos", *args]
+    command = [sys.executable, "-W", "ignore", "-m", "tools.proofs.chaos", *args]
     # It ends by itself if nothing moves for three minutes.
-    return processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
+    done = processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "final weights and optimizer state: the same bits" in done.stdout
+    return done.stdout
 
 
-@pytest.mark.waits
-@on_hosts
 def test_twenty_kills_of_a_worker_cost_twenty_restarts():
     """Also while it starts or saves; each ends in the next attempt, and none hangs."""
     args = "--kills", "20", "--only", "worker", "--hosts", "1", "--nproc-per-node", "2"
-    done = chaos(*args)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "torchrun's last restart count: 20\n" in done.stdout
-    found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", done.stdout)
+    out = chaos(*args)
+    assert "torchrun's last restart count: 20\n" in out
+    found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", out)
     assert found[1] == found[2]
-    assert "final weights and optimizer state: the same bits" in done.stdout
 
 
-@pytest.mark.waits
-@on_hosts
 def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
-    """The agent is killed while its worker writes a snapshot."""
-    done = chaos("--kills", "3", "--seed", "7")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in done.stdout
-    assert re.search(r"while a snapshot was written: [1-3];", done.stdout)
-    assert "final weights and optimizer state: the same bits" in done.stdout
-    assert "steps lost of those that were saved: 0\n" in done.stdout
-    assert "left beside the snapshot: nothing" in done.stdout
-    twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", done.stdout)
+    out = chaos("--kills", "3", "--seed", "7")
+    assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in out
+    assert re.search(r"while a snapshot was written: [1-3];", out)
+    twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", out)
     assert 0 < int(twice[1]) <= 64, "what was hit in its write is done again"
-
-
-@pytest.mark.parametrize("args", [("--kills", "0"), ("--only", "everybody")])
-def test_bad_input_is_one_line(args):
-    done = Fork(["python", "-m", "proofs.chaos", *args], ROOT).finish()
-    assert done.returncode == 2
-    assert not done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("chaos.py: error: ")

@@ -1,17 +1,15 @@
 """What docs/5_minGPT.md shows of mingpt, and two claims that only it makes."""
 
-import csv
 import itertools
 import math
 import re
-import xml.etree.ElementTree as ET
 
 import pytest
 
-from ladder.rungs import ROOT
 from mingpt.train import lr_scale
-from proofs.results import load
-from proofs.warm import Fork
+from tools.proofs.results import load
+from tools.proofs.warm import Fork
+from tools.scripts import ROOT
 
 TINY = ["--data", ROOT / "LICENSE", "--n-layer", 1, "--n-head", 1, "--n-embd", 16]
 TINY += ["--block-size", 16, "--batch-size", 4, "--compile", "off"]
@@ -42,8 +40,8 @@ def numbers(line):
     return [float(x) for x in re.findall(r"\d+\.\d+", line)]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_the_learning_rate_of_each_step(tmp_path, steps):
+@pytest.mark.parametrize("steps, model", [(1, "mingpt.model"), (7, "mingpt.modern")])
+def test_the_learning_rate_of_each_step(tmp_path, steps, model):
     """It rises in two of ten steps. Then it falls to a tenth, along a cosine."""
     rates = [lr_scale(step, 10, 0.2) for step in range(10)]
     assert rates[:3] == [0.5, 1, 1]
@@ -52,7 +50,7 @@ def test_the_learning_rate_of_each_step(tmp_path, steps):
     assert max(falls) == max(falls[3:5]), "steepest in the middle"
     assert math.isclose(lr_scale(10, 10, 0.2), 0.1)
     assert [lr_scale(step, 1, 0.5) for step in (0,)] == [1]
-    options = ["--steps", steps, "--lr", 0.01, "--warmup", 0.4]
+    options = ["--steps", steps, "--lr", 0.01, "--warmup", 0.4, "--model", model]
     for group in optimizer_after(tmp_path, *options)["param_groups"]:
         last = lr_scale(steps - 1, steps, 0.4)
         assert math.isclose(group["lr"], 0.01 * last)
@@ -67,42 +65,3 @@ def test_clips_the_gradients_that_are_not_scaled(tmp_path, precision):
     state = optimizer_after(tmp_path, *options)["state"]
     squares = sum(x["exp_avg"].double().square().sum() for x in state.values())
     assert math.isclose(10 * math.sqrt(squares), clip, rel_tol=1e-3)
-
-
-# The run that the page shows
-
-
-def metrics():
-    with open(ROOT / "docs" / "gpt" / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows] for name in rows[0]}
-
-
-def shape(values):
-    """The same for every scale and every origin."""
-    return [(x - min(values)) / (max(values) - min(values)) for x in values]
-
-
-def test_the_curve_and_its_numbers_are_those_of_the_metrics():
-    columns = metrics()
-    # matplotlib draws a curve as one path, a point for each row; y grows downwards.
-    root = ET.parse(ROOT / "docs" / "gpt" / "curve.svg").getroot()
-    paths = [x.get("d", "") for x in root.iter("{http://www.w3.org/2000/svg}path")]
-    points = [re.findall(r"[ML] (\S+) (\S+)", x) for x in paths]
-    curves = [
-        [shape([float(x) for x, _ in found]), shape([-float(y) for _, y in found])]
-        for found in points
-        if len(found) == len(columns["step"])
-    ]
-    for name in ("train loss", "val loss"):
-        expected = shape(columns["step"]) + shape(columns[name])
-        assert any(
-            all(
-                abs(a - b) < 1e-3 for a, b in zip(expected, sum(curve, []), strict=True)
-            )
-            for curve in curves
-        ), f"python -m mingpt.plot draws another curve of the {name}"
-    text = (ROOT / "docs" / "5_minGPT.md").read_text()
-    losses, bits = columns["val loss"], columns["bits per byte"]
-    assert f"from {losses[0]:.2f} to {losses[-1]:.2f}" in text
-    assert f"{bits[-1]:.2f} bits per byte" in text

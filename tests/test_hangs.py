@@ -4,33 +4,26 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import Backend
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import _get_default_timeout
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ladder.rungs import ROOT
-from proofs import launch
-from proofs.launch import plant, run_script
-from proofs.processes import TIMEOUT_S, finish, run, start
-from proofs.warm import Fork
+from tools.proofs import launch
+from tools.proofs.launch import plant, run_script
+from tools.proofs.processes import TIMEOUT_S, finish, run, start
+from tools.proofs.warm import Fork
+from tools.scripts import ROOT
 
 HANG = "docs/hangs/hang.py"
 STACKS = ROOT / "docs/hangs/stacks.sh"
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
 
-waits = pytest.mark.waits  # for time-outs of collectives
+pytestmark = pytest.mark.waits  # for time-outs of collectives
 
 py_spy = pytest.mark.skipif(
     not shutil.which("py-spy", path=PATH)
@@ -46,7 +39,7 @@ def command(script, fault, nprocs=2):
 
 def timed(folder, *changes):
     """A copy of hang.py that notes its times, with texts replaced."""
-    return plant(HANG, folder / "copy", *changes, hooks=["time_in_loop"])
+    return plant(HANG, folder / "copy", *changes, hooks=["notes:loop"])
 
 
 def hang(folder, fault, *changes, nprocs=2, **env):
@@ -59,19 +52,6 @@ def in_the_loop(done):
     """{rank: seconds} of the ranks that came out of their loop."""
     found = re.findall(r"rank (\d) was in the loop for (\S+) s", done.stdout)
     return {int(rank): float(took_s) for rank, took_s in found}
-
-
-def calls(folder, rank):
-    """The collectives in a rank's record, in their order."""
-    trace = pickle.loads((folder / f"trace_{rank}").read_bytes())
-    return [entry["profiling_name"] for entry in trace["entries"]]
-
-
-def torchfrtrace(folder):
-    """(exit status, what it printed) about the records in `folder`."""
-    script = Path(torch.__file__).parent / "distributed/flight_recorder/fr_trace.py"
-    done = run_script(script, "--prefix", "trace_", folder, cwd=folder)
-    return done.returncode, done.stdout + done.stderr
 
 
 TIMEOUT = 8  # seconds: leaves py-spy time on a busy machine
@@ -99,74 +79,10 @@ def skipped(tmp_path_factory):
     return folder, finish(process), looked.stdout
 
 
-def test_the_default_time_outs():
-    """NCCL's own holds only if the backend is named."""
-    assert default_pg_timeout == timedelta(minutes=30)
-    for backend in ("gloo", "undefined"):  # undefined: init_process_group got none
-        assert _get_default_timeout(Backend(backend)) == default_pg_timeout
-    text = (HEADERS / "ProcessGroupNCCL.hpp").read_text()
-    (ms,) = re.findall(r"DefaultTimeout =\s+std::chrono::milliseconds\((.*)\)", text)
-    assert ms == "10 * 60 * 1000"
-
-
-def test_the_flight_recorder_is_on_by_default():
-    text = (HEADERS / "FlightRecorder.hpp").read_text()
-    (size,) = re.findall(r'"TORCH_FR_BUFFER_SIZE", "\w+"}, (\d+)\);', text)
-    assert size == "2000"
-
-
-OWN, OTHER_CARD = "10.0.0.1", "10.9.9.1"  # both are addresses of this machine
-NAMES = {"node0": OWN, "node0.lan": OWN, "alias": OWN, "node0-ib": OTHER_CARD}
-HOSTS_ITSELF = {
-    "what hostname says": ("node0", OWN, True),
-    "another name for the same address": ("alias", OWN, True),
-    "the address that the own name leads to": (OWN, OWN, True),
-    "an address of another network card": (OTHER_CARD, OWN, False),
-    "a name of another network card": ("node0-ib", OWN, False),
-    "Debian's 127.0.1.1: what hostname says": ("node0", "127.0.1.1", True),
-    "Debian's 127.0.1.1: the machine's address": (OWN, "127.0.1.1", False),
-    "Debian's 127.0.1.1: the full name from DNS": ("node0.lan", "127.0.1.1", False),
-    "no own address: what hostname says": ("node0", None, True),
-}
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A function: this machine is node0, and its own name leads to an address."""
-
-    def become(own_address):
-        known = NAMES | {x: x for x in NAMES.values()} | {"node0": own_address}
-
-        def getaddrinfo(host, *_args, **_kwargs):
-            if not known.get(host):
-                raise socket.gaierror
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, host, (known[host], 0))]
-
-        monkeypatch.setattr(socket, "gethostname", lambda: "node0")
-        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-
-    return become
-
-
-@pytest.mark.parametrize("endpoint", HOSTS_ITSELF)
-def test_a_machine_knows_the_endpoint_by_its_own_name(machine, endpoint):
-    """Whether c10d's torchrun hosts the rendezvous if nobody sets is_host."""
-    name, own_address, expected = HOSTS_ITSELF[endpoint]
-    machine(own_address)
-    assert _matches_machine_hostname(name) is expected
-
-
-def test_without_an_address_of_its_own_a_machine_cannot_tell(machine):
-    machine(None)
-    with pytest.raises(socket.gaierror):
-        _matches_machine_hostname("alias")
-
-
 def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
     done = Fork(command(timed(tmp_path), "slow"), tmp_path).finish()
     assert done.returncode == 0, done.stderr
-    took_s = in_the_loop(done)
-    assert min(took_s[0], took_s[1]) > 6 * 0.3 - 0.3  # the last wait may be another's
+    assert min(in_the_loop(done).values()) > 5 * 0.3  # the last wait may be another's
     found = re.findall(r"^rank (\d) worked for (\S+) s", done.stdout, re.M)
     worked_s = {int(rank): float(work) for rank, work in found}
     assert worked_s[1] >= 6 * 0.3
@@ -174,7 +90,6 @@ def test_a_straggler_makes_all_slow_and_is_named(tmp_path):
     assert "the slowest is rank 1\n" in done.stdout
 
 
-@waits
 def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     _, done, _ = skipped
     assert done.returncode == 1
@@ -184,12 +99,8 @@ def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     assert f"Timed out waiting {TIMEOUT}000ms for recv operation" in done.stderr
     assert "[rank0]: RuntimeError" in done.stderr
     assert "[rank1]" not in done.stderr
-    failed, cause = done.stderr.split("Root Cause (first observed failure):")
-    assert re.search(r"rank      : 1 .*\n +exitcode  : -15 ", failed)
-    assert re.search(r"rank      : 0 .*\n +exitcode  : 1 ", cause)
 
 
-@waits
 @py_spy
 def test_py_spy_shows_the_line_of_each_rank(skipped):
     _, _, stacks = skipped
@@ -200,31 +111,20 @@ def test_py_spy_shows_the_line_of_each_rank(skipped):
     assert re.match(r"\s+save \(hang.py:\d+\)", main["1"])
 
 
-@waits
-def test_the_flight_recorder_shows_who_called_less(skipped):
+def test_torchfrtrace_names_the_missing_rank(skipped):
     folder, _, _ = skipped
-    assert calls(folder, 0) == ["gloo:all_reduce"] * 4
-    assert calls(folder, 1) == ["gloo:all_reduce"] * 3
-
-
-@waits
-def test_torchfrtrace_names_the_missing_rank(skipped, tmp_path):
-    """And needs the line about `pg_config` for gloo."""
-    folder, _, _ = skipped
-    status, text = torchfrtrace(folder)
-    assert status == 0, text
+    for rank, count in ((0, 4), (1, 3)):
+        trace = pickle.loads((folder / f"trace_{rank}").read_bytes())
+        calls = [entry["profiling_name"] for entry in trace["entries"]]
+        assert calls == ["gloo:all_reduce"] * count
+    script = Path(torch.__file__).parent / "distributed/flight_recorder/fr_trace.py"
+    done = run_script(script, "--prefix", "trace_", folder, cwd=folder)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     assert "Not all ranks joining collective, sequence number: 4\n" in text
     assert "missing ranks: {1}\n" in text
-    for rank in range(2):
-        trace = pickle.loads((folder / f"trace_{rank}").read_bytes())
-        trace["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[0, 1]"}}  # gloo's
-        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(trace))
-    status, text = torchfrtrace(tmp_path)
-    assert status == 1
-    assert "KeyError: ('0', 0)" in text
 
 
-@waits
 def test_monitored_barrier_names_the_missing_rank(tmp_path):
     call = "            dist.all_reduce(gradient)"
     ask = "timedelta(seconds=5 + 9 * dist.get_rank()), wait_all_ranks=True"
@@ -234,7 +134,6 @@ def test_monitored_barrier_names_the_missing_rank(tmp_path):
     assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 5000 ms" in done.stderr
 
 
-@waits
 def test_detail_names_the_mismatch(tmp_path):
     """And long before the time-out, which is longer than the test would wait."""
     long = "timedelta(seconds=5)", f"timedelta(seconds={10 * TIMEOUT_S})"
@@ -243,10 +142,3 @@ def test_detail_names_the_mismatch(tmp_path):
     found = r"Rank (\d) is running collective: .*?SequenceNumber=3, OpType=(\w+)"
     found = set(re.findall(found, done.stderr))
     assert found == {("0", "ALLREDUCE"), ("1", "BROADCAST")}
-
-
-def test_bad_input_is_one_line(tmp_path):
-    done = run_script(ROOT / HANG, "slow", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: torchrun ")
-    assert done.stderr.count("\n") == 1

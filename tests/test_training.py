@@ -1,17 +1,20 @@
-"""Every rung learns, trains the model of the rung below, and resumes it bit for bit."""
+"""Every script learns, trains the model of its parent, and resumes it bit for bit."""
 
 import functools
+import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from ladder.rungs import EDGES, ROOT, RUNGS, commands
-from proofs.hooks.float64 import around_load_train_objs as to_float64
-from proofs.launch import (
+import single_gpu
+from tests.conftest import once, with_lines_added
+from tools.proofs.hooks.float64 import around_load_train_objs as to_float64
+from tools.proofs.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
     UNDER_TORCHRUN,
@@ -19,20 +22,25 @@ from proofs.launch import (
     command,
     environment,
     hooks_to_compare,
-    launch,
     objects_of,
     plant,
-    run_script,
     task_of,
     train,
 )
-from proofs.results import load, losses, same_bits, shape_of, weights
-from proofs.warm import Fork
+from tools.proofs.results import load, losses, same_bits, shape_of, weights
+from tools.proofs.warm import Fork
+from tools.scripts import EDGES, ROOT, SCRIPTS
 
 SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
 
 
-@pytest.mark.parametrize("name", RUNGS)
+def real(names):
+    """`names`, the variants among them for `--all`: a new interpreter is dear."""
+    waits = pytest.mark.waits
+    return [pytest.param(x, marks=waits if "/" in x else ()) for x in names]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_task_of_its_own_has_a_test_of_its_own(name):
     """Where `test_learns` below does not know what can be reached."""
     if name not in OF_THE_TRUNKS_TASK:
@@ -40,24 +48,39 @@ def test_a_task_of_its_own_has_a_test_of_its_own(name):
         assert "\ndef test_learns(typed)" in own_tests.read_text()
 
 
-@pytest.mark.parametrize("name", OF_THE_TRUNKS_TASK)
-def test_learns(typed, name):
-    """The docstring's own command, as one types it, gets within 10 % of the floor."""
-    folder, done, _ = typed(name)
+def has_learnt(done, epochs):
+    """It began above 10 times the noise floor, and has come within 10 % of it."""
     curve = losses(done)
     (floor,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
-    assert len(curve) == 50
-    assert curve[0][0] > 10 * float(floor)
-    assert 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
+    return (
+        len(curve) == epochs
+        and curve[0][0] > 10 * float(floor)
+        and 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
+    )
+
+
+@pytest.mark.parametrize("name", real(OF_THE_TRUNKS_TASK))
+def test_learns(typed, name):
+    """With the docstring's own command, as one types it."""
+    folder, done, _ = typed(name)
+    assert has_learnt(done, 50)
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["10", "20", "30", "40", "50"]
-    torch.manual_seed(0)
-    before = torch.nn.Linear(20, 1)
-    after = load(folder / "snapshot.pt")["MODEL_STATE"]
-    assert not torch.isclose(before.weight, after["weight"]).any()
+    after = load(folder / "snapshot.pt")["MODEL_STATE"]["weight"]
+    assert not torch.isclose(objects_of(name)[2].weight, after).any()
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", [x for x in OF_THE_TRUNKS_TASK if "/" in x])
+def test_a_variant_learns(runs, copy_of, name):
+    """The run of 5 epochs goes on."""
+    folder, done = runs(name)
+    path = copy_of(folder)
+    args = (15, 15, "--batch-size", batch_size(name, 64))
+    rest = train(ROOT / name, *args, cwd=path.parent)
+    assert has_learnt(done._replace(stdout=done.stdout + rest.stdout), 15)
+
+
+@pytest.mark.parametrize("name", real(SCRIPTS))
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
     _, done, _ = typed(name)
@@ -66,7 +89,7 @@ def test_the_first_command_has_nothing_to_complain_about(typed, name):
     assert not done.stderr
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", real(DISTRIBUTED))
 def test_no_gloo_thread_outlives_main(typed, name):
     """One that does may abort the process at exit, or hang it.
 
@@ -78,22 +101,6 @@ def test_no_gloo_thread_outlives_main(typed, name):
     assert threads == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("name", RUNGS)
-def test_forks_compute_the_same_bits(typed, name, tmp_path):
-    """Most tests run a rung in forks of a process that has imported torch already.
-
-    They start in a tenth of the time. What they print and save is what the command in
-    the docstring prints and saves, as one types it.
-    """
-    folder, real, _ = typed(name)
-    total, every, *_ = (word for word in commands(name)[0] if word.isdecimal())
-    forked = train(ROOT / name, total, every, cwd=tmp_path)
-    speed = r"[\d,]+ samples/s"
-    assert re.sub(speed, "", forked.stdout) == re.sub(speed, "", real.stdout)
-    snapshots = [load(x / "snapshot.pt") for x in (folder, tmp_path)]
-    assert same_bits(*snapshots)
-
-
 SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
 
 
@@ -101,7 +108,7 @@ SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
 def test_same_training_as_its_parent(runs, parent, child, nprocs):
     """One process with batch 64, 2 x 32, 4 x 16: the same losses, the same weights.
 
-    A rung with a task of its own trains on 2 processes as it does on one.
+    A script with a task of its own trains on 2 processes as it does on one.
     """
     hooks = hooks_to_compare(child)
     if task_of(child) == task_of(parent):
@@ -114,31 +121,29 @@ def test_same_training_as_its_parent(runs, parent, child, nprocs):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_says_what_it_does(runs, name):
     _, done = runs(name)
     train_set, eval_set, *_ = objects_of(name)
-    first, second, *_ = done.stdout.splitlines()
     nprocs = 2 if name in DISTRIBUTED else 1
-    assert first == (
+    floor = getattr(eval_set, "noise_floor", None)
+    lines = done.stdout.splitlines()
+    first = (
         f"{nprocs} x cpu, batch {batch_size(name, 64)} each: effective batch 64,"
         f" {len(train_set) // 64} steps per epoch, {len(train_set)} samples,"
-        f" {len(eval_set)} held out"
+        f" {len(eval_set)} held out{f' (noise floor {floor})' if floor else ''}"
     )
-    assert second == "starting with epoch 1: no epoch is finished in snapshot.pt"
+    at = lines.index(first)
+    assert lines[at + 1] == "0 of 5 epochs are finished in snapshot.pt"
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
-    floor = r" \(noise floor 0\.010000\)" * hasattr(eval_set, "noise_floor")
-    lines = re.findall(
-        rf"^epoch \d/5 \| train loss \d+\.\d{{6}} \| held-out loss \d+\.\d{{6}}{floor}"
-        r"(?: \| [a-z -]+ \d+(?:\.\d{6})?)* \| [\d,]+ samples/s$",
-        done.stdout,
-        re.MULTILINE,
-    )
-    assert len(lines) == 5
+    more = r"(?: \| [a-z -]+ \d+(?:\.\d{6})?)*"  # a variant's
+    pattern = r"epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
+    pattern += rf"{more} \| [\d,]+ samples/s{more}"
+    assert len([x for x in lines if re.fullmatch(pattern, x)]) == 5
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_snapshot_holds_plain_keys(runs, name):
     snapshot = load(runs(name)[0] / "snapshot.pt")
     keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
@@ -154,30 +159,35 @@ def test_snapshot_holds_plain_keys(runs, name):
     assert all(re.fullmatch(r"snapshot\.pt(\.csv)?", x) for x in files), "no left-overs"
 
 
-@pytest.mark.parametrize("name", RUNGS)
-def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, name, tmp_path):
-    """SIGKILL to the last rank ends all. tests/test_failure.py shows who is named."""
-    script = plant(name, tmp_path / "copy", hooks=["in_step_80"])
-    args = (5, 2, "--batch-size", batch_size(name, 64))
-    done = launch(script, *args, cwd=tmp_path, real="", IN_STEP_80="kill")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, name):
+    """The scripts of the root were killed as real processes.
+
+    They resume in forks, as the others do: so this also shows that forks, in which most
+    tests run, compute the bits of real processes.
+    """
+    folder, done, _ = killed(name)
     assert done.returncode == (1 if name in DISTRIBUTED else -signal.SIGKILL)
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
-    done = train(ROOT / name, *args, cwd=tmp_path)
-    assert "resuming from snapshot.pt: 2 of 5 epochs are finished" in done.stdout
-    assert [x for x in done.stdout.splitlines() if "epoch 3/5" in x]
-    assert "epoch 2/5" not in done.stdout
+    assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
+    shutil.copytree(folder, tmp_path / "resumed")
+    args = (5, 2, "--batch-size", batch_size(name, 64))
+    done = train(ROOT / name, *args, cwd=tmp_path / "resumed")
+    assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
+    assert re.findall(r"(?m)^epoch (\d)/5", done.stdout) == ["3", "4", "5"]
     undisturbed = runs(name)[0]
-    snapshots = [load(folder / "snapshot.pt") for folder in (tmp_path, undisturbed)]
-    assert same_bits(*snapshots)
-    for log in undisturbed.glob("*.csv"):
-        assert (tmp_path / log.name).read_text() == log.read_text()
+    for path in undisturbed.iterdir():
+        resumed = tmp_path / "resumed" / path.name
+        if path.suffix == ".pt":
+            assert same_bits(load(resumed), load(path))
+        else:  # a log
+            assert resumed.read_text() == path.read_text()
 
 
-def test_any_rung_continues_any_other(tmp_path):
-    """From rung to rung in one training, and the world size changes with them.
+def test_any_script_continues_any_other(tmp_path):
+    """From script to script in one training, and the world size changes with them.
 
     What is not tried here follows from `test_snapshot_holds_plain_keys`: the snapshots
-    of all rungs are alike.
+    of all scripts are alike.
     """
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -192,14 +202,12 @@ def test_any_rung_continues_any_other(tmp_path):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RUNGS)
-def test_a_finished_run_says_so(runs, copy_of, name):
-    path = copy_of(runs(name)[0])
+def test_a_finished_run_says_so(runs, copy_of):
+    path = copy_of(runs(MULTIGPU)[0])
     before = path.read_bytes()
-    done = train(ROOT / name, 5, 1, cwd=path.parent)
-    line = "nothing to do: snapshot.pt has finished 5 of 5 epochs. To start afresh, "
-    assert f"{line}delete it or choose another --snapshot-path\n" in done.stdout
-    assert not losses(done)
+    done = train(ROOT / MULTIGPU, 5, 1, cwd=path.parent)
+    line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
+    assert done.stdout.endswith(line)
     assert path.read_bytes() == before
 
 
@@ -214,23 +222,13 @@ def test_dropout_and_the_like_resume_too(tmp_path):
     assert same_bits(load(tmp_path / "snapshot.pt"), load(tmp_path / "whole.pt"))
 
 
-@pytest.mark.parametrize("name", RUNGS)
-def test_what_is_evaluated_is_what_is_saved(name, tmp_path):
-    """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
-    hooks = ["batch_norm", *hooks_to_compare(name)]
-    script = plant(name, tmp_path / "copy", hooks=hooks)
-    done = train(script, 2, 1, cwd=tmp_path)
-    load_train_objs = functools.partial(objects_of, name)
-    if "float64" in hooks:
-        load_train_objs = functools.partial(to_float64, load_train_objs)
-    _, eval_set, model, loss_fn, _ = load_train_objs()
-    source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
-    norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
-    model = torch.nn.Sequential(norm, model)
-    model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
-    model.eval()
-    loss = loss_fn(model(source), targets).item()
-    assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
+def test_a_loss_with_weights_moves_to_the_device(tmp_path):
+    """As a model does. The meta device is one that every machine has."""
+    loss_fn = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    model, path = torch.nn.Linear(2, 3), str(tmp_path / "snapshot.pt")
+    meta = torch.device("meta")
+    trainer = single_gpu.Trainer(model, loss_fn, None, None, None, meta, 1, path)
+    assert {trainer.model.weight.device, trainer.loss_fn.weight.device} == {meta}
 
 
 def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
@@ -239,7 +237,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     env = {"MASTER_PORT": blocker.port, "MASTER_ADDR": "localhost"}
     # Ranks that wait for one that nobody starts raise soon, and not after five minutes.
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
-    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["quick_stores"])
+    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["timing:quick_stores"])
     env = environment(script, env)
     both = [
         Fork(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)
@@ -249,8 +247,66 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     assert same_bits(load(tmp_path / "0.pt"), load(tmp_path / "1.pt"))
 
 
-def test_underscored_options_are_understood(tmp_path):
-    args = ("1", "1", "--batch_size", "64", "--snapshot_path", "other.pt")
-    done = run_script(ROOT / SINGLE, *args, cwd=tmp_path)
-    assert "effective batch 64" in done.stdout
-    assert (tmp_path / "other.pt").exists()
+# A run of a copy with a line added after each statement of `train`, a model with
+# BatchNorm, a loss that must be moved, and a CPU that is as strict as GPUs are
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """`changed(name)`: (folder, Done, hooks, number of lines added), of two epochs.
+
+    It finds one GPU, and takes the CPU because it is told to.
+    """
+
+    @once
+    def run(name):
+        folder = tmp_path_factory.mktemp("changed")
+        hooks = [f"models:{x}" for x in ("batch_norm", "weighted_loss")]
+        hooks += [f"accelerators:{x}" for x in ("one", "strict")]
+        hooks += ["notes:lines", *hooks_to_compare(name)]
+        script = plant(name, folder / "copy", hooks=hooks)
+        text, count = with_lines_added(script.read_text(), "train")
+        script.write_text(text)
+        done = train(script, 2, 1, "--device", "cpu", cwd=folder)
+        return folder, done, hooks, count
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
+    """A reader adds a scheduler's step, a counter or a `break` wherever it seems right.
+
+    On rank 0 alone, it would change what that rank does, with no error.
+    """
+    folder, _, _, count = changed(name)
+    files = sorted(folder.glob("noted.*.json"))
+    assert len(files) == (2 if name in DISTRIBUTED else 1)
+    passed = [json.loads(file.read_text()) for file in files]
+    assert count > 8
+    assert set(passed[0]) == set(range(count))
+    assert all(x == passed[0] for x in passed)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_evaluated_is_what_is_saved(changed, name):
+    """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
+    folder, done, hooks, _ = changed(name)
+    load_train_objs = functools.partial(objects_of, name)
+    if "float64" in hooks:
+        load_train_objs = functools.partial(to_float64, load_train_objs)
+    _, eval_set, model, loss_fn, _ = load_train_objs()
+    source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
+    norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
+    model = torch.nn.Sequential(norm, model)
+    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    model.eval()
+    loss = loss_fn(model(source), targets).item()
+    assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_device_cpu_tries_several_processes_on_one_gpu(changed, name):
+    """What they exchange is on the device: NCCL takes nothing else."""
+    _, done, _, _ = changed(name)
+    assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout

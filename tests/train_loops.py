@@ -4,23 +4,21 @@ Each case writes what its test in tests/test_train_loop.py looks at into this fo
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Subset
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.utils.data import DataLoader
 
 import utils
+from variants import ddp2
 from variants.train_loop import (
     BestCheckpoints,
     Callback,
     EarlyStopping,
-    LearningRateSchedule,
-    ProgressBar,
-    TerminateOnNaN,
     TrainLoop,
 )
 
@@ -30,14 +28,17 @@ def make_loop(kind=TrainLoop, batch_size=32, criterion=F.mse_loss, **options):
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     model = options.pop("model", None) or torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    if "schedule" in options:
+        options["scheduler"] = options.pop("schedule")(optimizer)
     return kind(
         model,
         DataLoader(train_set, batch_size, shuffle=True, drop_last=True),
         DataLoader(utils.MyTrainDataset(512, seed=1), batch_size),
         None,
-        torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
+        optimizer,
         criterion,
-        **options,
+        **{"snapshot_path": "snapshot.pt"} | options,
     )
 
 
@@ -45,9 +46,6 @@ def note(name, value):
     """Write a value of this rank's into a file of its own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     Path(f"{name}.{rank}.json").write_text(json.dumps(value))
-
-
-# What comes back
 
 
 def comes_back(gpu_mode):
@@ -65,7 +63,8 @@ def comes_back(gpu_mode):
             x is y for x, y in zip(parameters, model.parameters(), strict=True)
         ),
         "momentum": len(loop.optimizer.state),
-        "metrics": loop.metrics,
+        "history": loop.history,
+        "test": loop.test_results,
         "best": bests.state["best"],
         "group": dist.is_initialized(),
         "training": model.training,
@@ -76,91 +75,10 @@ def comes_back(gpu_mode):
 
 def again():
     """`fit` is called twice, and then a second loop's, with the same launcher."""
-    loop = make_loop(gpu_mode="ddp", callbacks=[LearningRateSchedule(halve)])
+    loop = make_loop(gpu_mode="ddp", schedule=lambda x: ExponentialLR(x, 0.5))
     loop.fit(1)
     loop.fit(2)
     make_loop(gpu_mode="ddp", snapshot_path="other.pt").fit(1)
-
-
-# Random numbers
-
-
-class Draws(Callback):
-    """A random number after each epoch, on every rank."""
-
-    every_rank = True
-
-    def on_epoch_end(self, loop):
-        note("random", torch.rand(1).item())
-
-
-def dropout(gpu_mode, precision):
-    """Two epochs at once, and one by one."""
-    for path, *until in (("whole.pt", 2), ("resumed.pt", 1, 2)):
-        for epochs in until:
-            torch.manual_seed(0)
-            linear = torch.nn.Linear(20, 1)
-            model = torch.nn.Sequential(torch.nn.Dropout(0.1), linear)
-            options = {"callbacks": [Draws()], "snapshot_path": path}
-            options |= {"gpu_mode": gpu_mode, "precision": precision}
-            make_loop(model=model, **options).fit(epochs)
-
-
-class Sees(torch.nn.Linear):
-    def forward(self, x):
-        if self.training:
-            note("seen", x.sum().item())
-        return super().forward(x)
-
-
-def workers():
-    """Nothing but the noise that a worker draws, from a loader with a generator."""
-    data = utils.NoisyDataset([(torch.zeros(20), torch.zeros(1))] * 128, 1.0)
-    options = {"num_workers": 1, "generator": torch.Generator().manual_seed(7)}
-    for path, *until in (("whole.pt", 2), ("resumed.pt", 1, 2)):
-        for epochs in until:
-            torch.manual_seed(0)
-            loop = make_loop(model=Sees(20, 1), gpu_mode="ddp", snapshot_path=path)
-            loop.train_loader = DataLoader(data, 32, shuffle=True, **options)
-            loop.fit(epochs)
-
-
-# Override
-
-
-class MyLoop(TrainLoop):
-    def init_ddp_connection(self, proc_rank, world_size):
-        store = dist.FileStore(os.path.abspath("store"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=proc_rank, world_size=world_size
-        )
-        note("connection", [proc_rank, world_size])
-
-    def configure_ddp(self, model, device_ids):
-        ddp_model = super().configure_ddp(model, device_ids)
-        self.sent = []
-        ddp_model.register_comm_hook(self.sent, count_and_send)
-        note("device_ids", device_ids)
-        return ddp_model
-
-    def _run_epoch(self, epoch):
-        result = super()._run_epoch(epoch)
-        note("sent", [self.step, len(self.sent)])
-        return result
-
-
-def count_and_send(sent, bucket):
-    sent.append(bucket.buffer().numel())
-    tensor = bucket.buffer().div_(dist.get_world_size())
-    future = dist.all_reduce(tensor, async_op=True).get_future()
-    return future.then(lambda x: x.value()[0])
-
-
-def override(accumulate):
-    make_loop(MyLoop, gpu_mode="ddp", accumulate=int(accumulate)).fit(1)
-
-
-# Callbacks
 
 
 class Rates(Callback):
@@ -168,50 +86,16 @@ class Rates(Callback):
 
     every_rank = True
 
-    def on_epoch_end(self, loop):
+    def on_epoch_start(self, loop):
         (group,) = loop.optimizer.param_groups
         self.rates = [*getattr(self, "rates", []), group["lr"]]
         note("rates", self.rates)
 
 
-class Calls(Callback):
-    """How often each hook is called, where it is called."""
-
-    def __init__(self):
-        self.calls = {"start": 0, "batch": 0, "end": 0}
-
-    def on_epoch_start(self, loop):
-        self.calls["start"] += 1
-
-    def on_batch_end(self, loop):
-        self.calls["batch"] += 1
-
-    def on_epoch_end(self, loop):
-        self.calls["end"] += 1
-        note("calls", self.calls)
-
-
-def halve(epochs):
-    return 0.5**epochs
-
-
-def schedule(gpu_mode, *until):
-    for epochs in map(int, until):
-        make_loop(
-            gpu_mode=gpu_mode,
-            batch_size=64 if gpu_mode == "single" else 32,
-            callbacks=[LearningRateSchedule(halve), Rates(), Calls(), ProgressBar()],
-        ).fit(epochs)
-
-
 def stops_early():
     """The learning rate is 0 from the third epoch on, so that nothing gets better."""
-    callbacks = [LearningRateSchedule(only_two_epochs), EarlyStopping(2), Rates()]
-    make_loop(gpu_mode="ddp", callbacks=callbacks, save_every=100).fit(20)
-
-
-def only_two_epochs(epochs):
-    return float(epochs < 2)
+    options = {"schedule": lambda x: StepLR(x, 2, 0.0), "save_every": 100}
+    make_loop(gpu_mode="ddp", **options).fit(20, callbacks=[EarlyStopping(2), Rates()])
 
 
 def lost(output, targets):
@@ -222,111 +106,78 @@ def lost(output, targets):
 
 
 def is_lost():
-    callbacks = [TerminateOnNaN(), BestCheckpoints(2), Calls()]
-    make_loop(gpu_mode="ddp", criterion=lost, callbacks=callbacks).fit(20)
+    make_loop(gpu_mode="ddp", criterion=lost, callbacks=[BestCheckpoints(2)]).fit(20)
 
 
-def bests():
-    make_loop(gpu_mode="ddp", callbacks=[BestCheckpoints(2), Bad()]).fit(5)
+class Nested(torch.nn.Linear):
+    """Its input is a dict, and its output a tuple."""
+
+    def forward(self, batch):
+        return super().forward(batch["x"]), batch["more"][0]
 
 
-def best(epochs):
-    make_loop(callbacks=[BestCheckpoints()]).fit(int(epochs))
+def of_first(output, targets):
+    return F.mse_loss(output[0], targets)
 
 
-class Bad(Callback):
-    """Training goes wrong from the fourth epoch on."""
+def worst(output, targets):
+    return (output[0] - targets).abs().max()
 
+
+class Predicts(Callback):
     every_rank = True
 
-    def on_epoch_start(self, loop):
-        if loop.epochs_run == 3:
-            for parameter in loop.model.parameters():
-                parameter.data += 1
+    def on_batch_end(self, loop):
+        if (loop.epochs_run, loop.step) == (4, 1):  # and the training goes on
+            loop.predict(loop.val_loader)
+
+    def on_epoch_end(self, loop):
+        output, _ = loop.predict(loop.val_loader)
+        note("predicted", output[0].flatten().tolist())
 
 
-# Precision
-
-
-class Watched(torch.nn.Linear):
-    def forward(self, x):
-        output = super().forward(x)
-        note("dtype", [str(output.dtype), str(self.weight.dtype), self.training])
-        return output
-
-
-def precision(kind, gpu_mode="ddp", clip=None):
+def nested(gpu_mode):
+    """The trunk's task in batches of (dict, tensor), and 45 held-out samples."""
     torch.manual_seed(0)
-    model = Watched(20, 1)
-    clip = clip and float(clip)
-    loop = make_loop(gpu_mode=gpu_mode, model=model, precision=kind, clip=clip)
-    loop.fit(2)
-    torch.save(model.state_dict(), "model.pt")
-
-
-# A loss over the batch of a machine
-
-
-class Encoder(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(20, 8)
-        self.log_temperature = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, source):
-        encoded = F.normalize(self.linear(source), dim=-1)
-        other = F.normalize(self.linear(source.flip(-1)), dim=-1)
-        return torch.stack([encoded * self.log_temperature.exp(), other], dim=1)
-
-
-def info_nce(output, targets):
-    one, other = output.unbind(1)
-    return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+    loop = make_loop(criterion=of_first, gpu_mode=gpu_mode, model=Nested(20, 1))
+    loop.metrics, loop.callbacks = {"worst": worst}, [Predicts()]
+    train_set, eval_set = (
+        [({"x": x, "more": (x, str(i))}, y) for i, (x, y) in enumerate(data)]
+        for data in (utils.MyTrainDataset(2048), utils.MyTrainDataset(45, seed=1))
+    )
+    loop.train_loader = DataLoader(train_set, 32, shuffle=True, drop_last=True)
+    loop.val_loader = DataLoader(eval_set, 4)
+    loop.fit(5)
+    output, _ = loop.predict(loop.val_loader)
+    note("afterwards", output[0].flatten().tolist())
 
 
 def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
-    """One of several machines, as each would type it."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    double = [(x.double(), y.double()) for x, y in utils.MyTrainDataset(500)]
-    model = Encoder()
+    """Train the task of variants/ddp2.py on one of several machines."""
+    train_set, eval_set, model, loss_fn, optimizer = ddp2.load_train_objs()
     TrainLoop(
         model,
-        DataLoader(double, int(batch_size), shuffle=True, drop_last=True),
-        DataLoader(Subset(double, range(50)), 8),
+        DataLoader(train_set, int(batch_size), shuffle=True, drop_last=True),
+        DataLoader(eval_set, int(batch_size)),
         None,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        info_nce,
+        optimizer,
+        loss_fn,
         gpu_mode,
         snapshot_path=f"node{node_rank}.pt",
     ).fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
     torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
-# The variants
-
-
 def as_gradient_accumulation():
-    make_loop(gpu_mode="ddp", accumulate=4).fit(5)
+    make_loop(gpu_mode="ddp", accumulate=4, snapshot_path="node0.pt").fit(5)
 
 
 def as_mixed_precision():
-    make_loop(gpu_mode="ddp", precision="bf16").fit(5)
+    make_loop(gpu_mode="ddp", precision="bf16", snapshot_path="node0.pt").fit(5)
 
 
 def as_ddp2():
-    torch.manual_seed(0)
-    train_set, held_out = utils.load_views()
-    model = utils.Encoder(20, 8)
-    TrainLoop(
-        model,
-        DataLoader(train_set, 32, shuffle=True, drop_last=True),
-        DataLoader(held_out, 32),
-        None,
-        torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
-        utils.info_nce,
-        "ddp2",
-    ).fit(5)
+    node("ddp2", 1, 0, 2, 32, 5)
 
 
 def unsendable():

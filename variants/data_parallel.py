@@ -3,27 +3,32 @@
 python -m variants.data_parallel 50 10
 """
 
-import functools
 import time
-from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import utils
+
+
+def describe_split(dp_model, batch_size):
+    gpus = len(getattr(dp_model, "device_ids", []))  # a plain model has none
+    if gpus < 2:
+        return f"DataParallel passes each batch through: it uses {gpus} CUDA GPUs"
+    sizes = [len(x) for x in torch.empty(batch_size).chunk(gpus)]  # as it does itself
+    shares = f"{len(sizes)} of {gpus} CUDA GPUs: {' + '.join(map(str, sizes))} samples"
+    return f"DataParallel splits each batch over {shares}"
 
 
 class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
@@ -33,26 +38,30 @@ class Trainer:
         # It takes all CUDA GPUs, even in a run on the CPU, and can use no other kind.
         if device.type == "cuda" or not torch.accelerator.is_available():
             self.dp_model = torch.nn.DataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
-        for epoch in range(self.epochs_run, self.total_epochs):
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        self._print(describe_split(self.dp_model, self.train_data.batch_size))
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
-            samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
             self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -60,16 +69,13 @@ class Trainer:
         self.train_data.sampler.generator.manual_seed(epoch)
         torch.manual_seed(epoch)
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / samples, samples
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -82,24 +88,16 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.eval_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.dp_model(source)
-            loss = self.loss_fn(output, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return {"held-out loss": loss_sum / samples}
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        return total.tolist()
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
-        utils.say(text)
+        print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -112,21 +110,23 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        if snapshot["EPOCHS_RUN"] == 0:
+        if snapshot is None:
             return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, F.mse_loss, make_optimizer
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -135,32 +135,31 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        pin_memory=device.type == "cuda",
     )
 
 
 def main(args):
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(args, train_set, eval_set, model, loss_fn, make_optimizer)
-    device = utils.get_device(args.device)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.RandomSampler(train_set, generator=torch.Generator())
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(len(eval_set))
+    sampler = range(len(eval_set))  # each sample once, in order
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train()
+    ).train(args.total_epochs)
 
 
 if __name__ == "__main__":

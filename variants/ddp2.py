@@ -1,25 +1,26 @@
 """Compute the loss over the whole batch of a machine. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.ddp2 20 5
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
 """
 
-import functools
 import gc
+import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(device):
+def ddp_setup(device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    dist.init_process_group(backend, timeout=timeout)
 
 
 class Gather(torch.autograd.Function):
@@ -41,12 +42,11 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
         node: dist.ProcessGroup,
@@ -55,26 +55,30 @@ class Trainer:
         self.node = node
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
-        for epoch in range(self.epochs_run, self.total_epochs):
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
-            samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss, accuracy = self._evaluate()
             self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f}"
+                f" | retrieval accuracy {accuracy:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -82,16 +86,14 @@ class Trainer:
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / samples, samples
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -105,25 +107,20 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
         seen = []
-        pinned = self.eval_data.pin_memory
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             seen.append((output, targets))
-        return utils.evaluate_retrieval(seen, self.loss_fn)  # on those of all ranks
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return evaluate_retrieval(seen, self.loss_fn)  # on those of all ranks
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -137,26 +134,90 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, utils.identify(self.snapshot_path))
-        newest, differences = utils.compare(found)
-        if differences:  # machines may have disks of their own
-            self._print(differences)
-            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
-        if snapshot["EPOCHS_RUN"] == 0:
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) >= 0:
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
             return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
+def evaluate_retrieval(seen, loss_fn):
+    """(loss, share of the points that are found) over the batches of all ranks.
+
+    A point is found if its own second view is the most similar to its first view.
+    """
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [(x.cpu(), y.cpu()) for x, y in seen])
+    seen = sum(parts, [])
+    output = torch.cat([output for output, _ in seen])
+    targets = torch.cat([targets for _, targets in seen])
+    best = (output[:, 0] @ output[:, 1].T).argmax(1)
+    accuracy = (targets[best] == targets).double().mean()
+    return loss_fn(output, targets).item(), accuracy.item()
+
+
+def load_views():
+    """Points that are seen twice: (2048 samples to train on, 512 that are held out).
+
+    A sample: two noisy views of a point, of shape (2, 20), and the point's number.
+    Points come from 64 families. Those of one family resemble each other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    families = 3 * torch.randn(64, 4, generator=generator)
+    points = torch.randn(2560, 20, generator=generator)
+    points[:, :4] = families.repeat(40, 1)
+    # 8 directions tell points apart, with weak noise. The 12 others have only noise. A
+    # rotation hides which are which.
+    noise = torch.randn(2, 2560, 20, generator=generator)
+    noise[..., :8] *= 0.2
+    points[:, 8:] = 0
+    rotation, _ = torch.linalg.qr(torch.randn(20, 20, generator=generator))
+    views = (points + noise) @ rotation
+    data = [(views[:, i], torch.tensor(i)) for i in range(2560)]
+    return data[:2048], data[2048:]
+
+
+class Encoder(torch.nn.Module):
+    """From views of shape (batch, 2, features) to outputs of shape (batch, 2, size).
+
+    A product of two outputs is their cosine divided by the temperature, which is
+    learned: `log_scale` is the logarithm of 1 / temperature.
+    """
+
+    def __init__(self, features, size):
+        super().__init__()
+        self.linear = torch.nn.Linear(features, size)
+        self.log_scale = torch.nn.Parameter(torch.tensor(10.0).log())
+
+    def forward(self, source):
+        return F.normalize(self.linear(source), dim=-1) * (self.log_scale / 2).exp()
+
+
+class InfoNCE(torch.nn.Module):
+    """Each view has to find its partner, the view with the same target; a mean."""
+
+    def forward(self, output, targets):
+        scores = output[:, 0] @ output[:, 1].T  # of first views and second views
+        pairs = (targets[:, None] == targets).to(scores.dtype)
+        return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)) / 2
+
+
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
-    train_set, eval_set = utils.load_views()
-    model = utils.Encoder(20, 8)
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, utils.info_nce, make_optimizer
+    train_set, eval_set = load_views()
+    model = Encoder(20, 8)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, InfoNCE(), optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -165,42 +226,53 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        pin_memory=device.type == "cuda",
     )
+
+
+def count_nodes(world_size, batch_size):
+    """(machines, processes on each of them) by torchrun's variables."""
+    names = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    nodes, nprocs = (int(os.environ[name]) for name in names)
+    if nodes * nprocs != world_size:
+        utils.error(
+            f"this machine has {nprocs} of {world_size} processes, and there are"
+            f" {nodes} machines: give each the same --nproc-per-node"
+        )
+    if nprocs * batch_size == 1:
+        utils.error("a machine takes 1 sample in a step: raise --batch-size")
+    return nodes, nprocs
 
 
 @record  # or torchrun could not show the traceback
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(
-        args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=world_size
-    )
-    nodes, nprocs = utils.count_nodes(world_size, args.batch_size)
-    device = utils.get_device(args.device, local_rank)
+    nodes, nprocs = count_nodes(world_size, args.batch_size)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     sampler.rank = rank % nprocs * nodes + rank // nprocs  # as with one process a node
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(rank, len(eval_set), world_size)
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
         node,
-    ).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    ).train(args.total_epochs)
+    gc.collect()  # or a cycle keeps the groups, whose threads may abort the exit
     dist.destroy_process_group()
 
 

@@ -4,25 +4,20 @@ python -m variants.gradient_accumulation 50 10 --accumulate 4
 """
 
 import contextlib
-import functools
-import gc
 import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(rank, world_size, port, device):
+def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
     store = dist.TCPStore("localhost", port)
-    timeout = timedelta(minutes=5)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
@@ -32,12 +27,11 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
         accumulate: int,
@@ -45,27 +39,30 @@ class Trainer:
         self.device = device
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.accumulate = accumulate
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
-        for epoch in range(self.epochs_run, self.total_epochs):
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
-            samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
             self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -73,16 +70,14 @@ class Trainer:
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / samples, samples
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -103,28 +98,21 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.eval_data.pin_memory
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss = self.loss_fn(output, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return {"held-out loss": loss_sum / samples}
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -138,21 +126,23 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        if snapshot["EPOCHS_RUN"] == 0:
+        if snapshot is None:
             return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, F.mse_loss, make_optimizer
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -161,44 +151,42 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        pin_memory=device.type == "cuda",
     )
 
 
 def main(rank, world_size, port, args):
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    device = utils.get_device(args.device, rank, world_size)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, rank, world_size)
     ddp_setup(rank, world_size, port, device)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(rank, len(eval_set), world_size)
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
         args.accumulate,
-    ).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    ).train(args.total_epochs)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    parser.add_argument("--nprocs", type=utils.positive_int, help=utils.NPROCS)
+    parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
     pieces = "micro-batches that a process cuts its batch into (default: 1)"
     parser.add_argument("--accumulate", type=utils.positive_int, default=1, help=pieces)
     args = parser.parse_args()
-    world_size = args.nprocs or utils.device_count(args.device) or 2
-    utils.check_run(args, *load_train_objs(), world_size=world_size)
-    store = dist.TCPStore("localhost", 0, is_master=True)  # 0: any free port
-    torch.multiprocessing.spawn(main, (world_size, store.port, args), nprocs=world_size)
+    world_size = utils.choose_nprocs(args.device, args.nprocs)
+    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet at a free port
+    utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)

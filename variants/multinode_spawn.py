@@ -2,28 +2,28 @@
 
 python -m variants.multinode_spawn 50 10
 
-With `--nodes 2 --nr 0 --master-addr HOST` it is typed on HOST, machine 0 of two; the
-same with `--nr 1` on machine 1.
+On each of two machines, with its own number after --nr, and the address of machine 0:
+    python -m variants.multinode_spawn 50 10 --nodes 2 --nr 0 --master-addr HOST
 """
 
-import functools
-import gc
+import argparse
+import json
+import socket
+import sys
 import time
-from collections.abc import Callable
+import zlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(rank, world_size, host, port, device):
+def ddp_setup(rank, world_size, host, port, device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
     store = dist.TCPStore(host, port)
-    timeout = timedelta(minutes=5)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
@@ -33,38 +33,40 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
         self.device = device
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
-        for epoch in range(self.epochs_run, self.total_epochs):
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
-            samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
             self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -72,16 +74,14 @@ class Trainer:
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / samples, samples
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -94,28 +94,21 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.eval_data.pin_memory
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss = self.loss_fn(output, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return {"held-out loss": loss_sum / samples}
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -129,27 +122,30 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, utils.identify(self.snapshot_path))
-        newest, differences = utils.compare(found)
-        if differences:  # machines may have disks of their own
-            self._print(differences)
-            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
-        if snapshot["EPOCHS_RUN"] == 0:
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) >= 0:
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
             return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, F.mse_loss, make_optimizer
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -158,43 +154,117 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        pin_memory=device.type == "cuda",
     )
+
+
+# What each machine may have of its own. All else must be the same.
+OF_ONE_MACHINE = ("nr", "master_addr", "snapshot_path", "wait")
+
+
+def parse_args(parser):
+    add = parser.add_argument
+    add("--epochs", metavar="N", help="the same as N 1: N epochs, and all are saved")
+    add("--nodes", "-n", type=utils.positive_int, default=1, help="machines, default 1")
+    add("--nr", "-nr", type=int, help="the number of this machine: 0, 1 and so on")
+    add("--gpus", "--nprocs", "-g", type=utils.positive_int, help="processes on each")
+    addr = "name or address of machine 0 (default: %(default)s)"
+    add("--master-addr", "--master_addr", default="localhost", help=addr)
+    port = "where machine 0 waits (default: %(default)s)"
+    names = "--master-port", "--master_port"
+    add(*names, type=utils.positive_int, default=29500, help=port)
+    wait = "seconds to wait for the other machines (default: %(default)s)"
+    add("--wait", type=utils.positive_int, default=300, help=wait)
+    early = argparse.ArgumentParser(add_help=False)
+    early.add_argument("--epochs", nargs="?")
+    found, words = early.parse_known_args()
+    args = parser.parse_args([found.epochs, "1", *words] if found.epochs else words)
+    if args.nodes == 1:  # nobody else has to know the port: 0 is any free one
+        args.nr, args.master_addr, args.master_port = args.nr or 0, "localhost", 0
+    if args.nr not in range(args.nodes):
+        utils.error(f"--nodes {args.nodes}: --nr is 0 on the first machine, and so on")
+    return args
+
+
+def meet(args):
+    """Machine 0's store, once all machines are there with the same settings.
+
+    The machine that finds a fault writes it into the store. All end with that line.
+    """
+    place = host, port = args.master_addr, args.master_port
+    machines = [f"machine {number}" for number in range(args.nodes)]
+    me, deadline = machines[args.nr], time.time() + args.wait
+    if args.nodes > 1:
+        print(f"{me} waits for {args.nodes} machines at {host}:{port}", flush=True)
+    while True:  # a TCPStore that fails prints pages of C++: try the address first
+        try:
+            if args.nr == 0:
+                socket.create_server(place).close()
+            else:
+                socket.create_connection(place, timeout=5).close()
+            break
+        except OSError as reason:
+            if args.nr == 0 or time.time() > deadline:
+                utils.error(f"{host}:{port} should be machine 0's address: {reason}")
+            time.sleep(0.2)
+    store = dist.TCPStore(host, port, is_master=args.nr == 0)
+    settings = {x: y for x, y in vars(args).items() if x not in OF_ONE_MACHINE}
+    settings["device"] = utils.device_type(args.device, distributed=True)
+    for name, path in (("script", sys.argv[0]), ("utils.py", utils.__file__)):
+        with open(path, "rb") as file:
+            settings[f"the checksum of {name}"] = zlib.crc32(file.read())
+    if args.nr == 0:
+        store.set("settings", json.dumps(settings))
+    fault = None
+    for name, value in json.loads(store.get("settings")).items():
+        if value != settings.get(name):
+            fault = f"{name} is {value} on machine 0 and {settings.get(name)} on {me}"
+    if not fault and store.add(me, 1) > 1:
+        fault = f"two machines have --nr {args.nr}: each needs a number of its own"
+    while missing := [x for x in machines if not store.check([x])]:
+        if time.time() > deadline:
+            fault = f"after {args.wait} s, not at {host}:{port}: {', '.join(missing)}"
+        if fault:
+            store.set("fault", fault)
+        if store.check(["fault"]):
+            fault = store.get("fault").decode()
+            break
+        time.sleep(0.2)
+    if fault:
+        time.sleep(2 * (args.nr == 0))  # the others read it before its store ends
+        utils.error(fault)
+    return store
 
 
 def main(local_rank, world_size, port, args):
     rank = args.nr * args.gpus + local_rank
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    device = utils.get_device(args.device, local_rank, args.gpus)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank, args.gpus)
     ddp_setup(rank, world_size, args.master_addr, port, device)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(rank, len(eval_set), world_size)
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    ).train(args.total_epochs)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    args = utils.parse_nodes(parser)
-    args.gpus = args.gpus or utils.device_count(args.device) or 2
-    world_size = args.nodes * args.gpus
-    utils.check_run(args, *load_train_objs(), world_size=world_size, nprocs=args.gpus)
-    store = dist.TCPStore("localhost", 0, is_master=True)  # 0: any free port
-    port = utils.roll_call(args, store.port)  # machine 0's, once all machines are there
-    torch.multiprocessing.spawn(main, (world_size, port, args), nprocs=args.gpus)
+    args = parse_args(parser)
+    args.gpus = utils.choose_nprocs(args.device, args.gpus)
+    store = meet(args)
+    utils.spawn(main, (args.nodes * args.gpus, store.port, args), args.gpus)

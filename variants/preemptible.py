@@ -1,28 +1,25 @@
 """Save at SIGTERM, resume at the same step. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
 """
 
-import functools
-import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(device):
+def ddp_setup(device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    dist.init_process_group(backend, timeout=timeout)
 
 
 class ResumableSampler(torch.utils.data.DistributedSampler):
@@ -31,28 +28,29 @@ class ResumableSampler(torch.utils.data.DistributedSampler):
     def __iter__(self):
         return iter(list(super().__iter__())[self.start :])
 
+    def __len__(self):
+        return super().__len__() - self.start
+
 
 class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
         self.device = device
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
@@ -62,18 +60,23 @@ class Trainer:
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
         self._print(f"{self.samples_run} samples of the next epoch are trained already")
-        for epoch in range(self.epochs_run, self.total_epochs):
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
+            train_loss = self._run_epoch(epoch)
+            samples = len(self.train_data.sampler) * dist.get_world_size()
             samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            held_out_loss = self._evaluate()
             self.epochs_run = epoch + 1
             self.samples_run = 0
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -82,26 +85,25 @@ class Trainer:
         self.train_data.sampler.start = self.samples_run // dist.get_world_size()
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
+                utils.check_finite(sum(x.sum() for x in self.model.parameters()), self)
                 self._save_snapshot()
                 self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
                 open(f"{self.snapshot_path}.preempted", "w").close()
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
             torch.manual_seed(hash((epoch, self.samples_run, dist.get_rank())))
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
             self.samples_run += len(source) * dist.get_world_size()
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / (samples or float("nan")), samples
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / (len(self.train_data) or float("nan"))
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -114,28 +116,21 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.eval_data.pin_memory
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss = self.loss_fn(output, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return {"held-out loss": loss_sum / samples}
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
@@ -150,28 +145,33 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, utils.identify(self.snapshot_path))
-        newest, differences = utils.compare(found)
-        if differences:  # machines may have disks of their own
-            self._print(differences)
-            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
-        if "MODEL_STATE" not in snapshot:
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        done = snapshot or {"EPOCHS_RUN": 0}
+        done = done["EPOCHS_RUN"], done.get("SAMPLES_RUN", 0)  # other scripts save none
+        dist.all_gather_object(epochs, done)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) > (0, 0):
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
             return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-        self.samples_run = snapshot.get("SAMPLES_RUN", 0)  # other rungs save none
+        self.samples_run = snapshot.get("SAMPLES_RUN", 0)
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    make_optimizer = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, F.mse_loss, make_optimizer
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
 
 def ignore_sigterm(worker):  # torchrun sends it to the workers of a DataLoader, too
@@ -185,38 +185,34 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         sampler=sampler,
         drop_last=drop_last,
         worker_init_fn=ignore_sigterm,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        pin_memory=device.type == "cuda",
     )
 
 
 @record  # or torchrun could not show the traceback
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(
-        args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=world_size
-    )
-    device = utils.get_device(args.device, local_rank)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = ResumableSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(rank, len(eval_set), world_size)
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    ).train(args.total_epochs)
     dist.destroy_process_group()
 
 

@@ -1,73 +1,90 @@
 """Train with a schedule, clipping, accuracy, workers, a log. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.real_job 20 5
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
 """
 
-import functools
-import gc
 import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 import utils
 
 
-def ddp_setup(device):
+def ddp_setup(device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    dist.init_process_group(backend, timeout=timeout)
 
 
-def lr_factor(total_steps, step):
-    warm_up = min(1, 10 * (step + 1) / total_steps)  # in the first tenth of the steps
-    return warm_up * (1 + math.cos(math.pi * step / total_steps)) / 2
+def schedule(optimizer, steps_per_epoch, epochs_run, total_epochs):
+    """The learning rate changes in each step: it rises, then it follows a cosine."""
+    steps_run, total_steps = (x * steps_per_epoch for x in (epochs_run, total_epochs))
+
+    def factor(step):
+        warm_up = min(1, 10 * (step + 1) / total_steps)  # for a tenth of the steps
+        return warm_up * (1 + math.cos(math.pi * step / total_steps)) / 2
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, steps_run - 1)
+
+
+def write_log(path, rows):
+    if dist.get_rank() == 0:  # one rank writes
+        with open(path, "w") as file:
+            print("epoch,learning rate,train loss,held-out loss,accuracy", file=file)
+            for row in rows:
+                print(*row, sep=",", file=file)
 
 
 class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable,
-        make_optimizer: Callable,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
-        total_epochs: int,
         save_every: int,
         snapshot_path: str,
     ):
         self.device = device
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn
-        self.optimizer = make_optimizer(self.model.parameters())
-        factor = functools.partial(lr_factor, total_epochs * len(train_data))
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
-        self.total_epochs = total_epochs
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
+        self.log = []
         self._load_snapshot()
 
-    def train(self):
-        self._print(utils.describe_run(self))
-        for epoch in range(self.epochs_run, self.total_epochs):
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        steps = len(self.train_data)
+        self.scheduler = schedule(self.optimizer, steps, self.epochs_run, total_epochs)
+        for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
-            train_loss, samples = self._run_epoch(epoch)
-            samples_per_s = samples / (time.perf_counter() - start)
-            metrics = {"train loss": train_loss, **self._evaluate()}
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss, accuracy = self._evaluate()
             self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, metrics, samples_per_s))
-            self._log(metrics)
-            if self.epochs_run % self.save_every == 0 or epoch == self.total_epochs - 1:
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+                f" | accuracy {accuracy:.6f}"
+            )
+            lr = self.scheduler.get_last_lr()[0]
+            self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
+            write_log(f"{self.snapshot_path}.csv", self.log)
+            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
@@ -76,16 +93,14 @@ class Trainer:
         self.train_data.dataset.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         self.model.train()
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = self.train_data.pin_memory
+        loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = self._run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, samples = self._sum(loss_sum, samples)
-        return loss_sum / samples, samples
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -100,42 +115,30 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-            dist.broadcast(buffer, src=0)
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        correct = 0
-        pinned = self.eval_data.pin_memory
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # where it is strided, they are two
+        loss_sum, correct = torch.zeros(2, device=self.device)
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss = self.loss_fn(output, targets)
+            loss_sum += self.loss_fn(output, targets) * len(source)
             correct += (output.argmax(1) == targets).sum()
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
-        loss_sum, correct, samples = self._sum(loss_sum, correct, samples)
-        return {"held-out loss": loss_sum / samples, "accuracy": correct / samples}
-
-    def _sum(self, *values):
-        total = torch.tensor(values, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        dist.all_reduce(loss_sum)
+        dist.all_reduce(correct)
+        return [x.item() / len(self.eval_data.dataset) for x in (loss_sum, correct)]
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
-            utils.say(text)
-
-    def _log(self, metrics):
-        metrics = {"learning rate": self.scheduler.get_last_lr()[0], **metrics}
-        if dist.get_rank() == 0:  # one rank writes
-            utils.log_row(f"{self.snapshot_path}.csv", self.epochs_run, metrics)
+            print(text, flush=True)
 
     def _save_snapshot(self):
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
-            "SCHEDULER_STATE": self.scheduler.state_dict(),
+            "LOG": self.log,
         }
         if dist.get_rank() == 0:  # one rank writes
             utils.save_atomically(snapshot, self.snapshot_path)
@@ -143,31 +146,100 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, utils.identify(self.snapshot_path))
-        newest, differences = utils.compare(found)
-        if differences:  # machines may have disks of their own
-            self._print(differences)
-            snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
-        if snapshot["EPOCHS_RUN"] == 0:
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) >= 0:
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
             return
-        utils.check_schedule(self.snapshot_path, snapshot, len(self.train_data))
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-        self.scheduler.load_state_dict(snapshot["SCHEDULER_STATE"])
+        self.log = snapshot["LOG"]
+
+
+def load_digits():
+    """Handwritten digits: (1437 samples to train on, 360 that are held out).
+
+    A sample: 64 pixels, of shape (64,), and a class from 0 to 9. They are those of
+    scikit-learn. Without it they are made up: 10 random images, with much noise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    try:
+        from sklearn import datasets
+
+        source, targets = map(torch.tensor, datasets.load_digits(return_X_y=True))
+        source = source.float() / 16
+    except ImportError:
+        targets = torch.randint(10, (1797,), generator=generator)
+        source = torch.rand(10, 64, generator=generator)[targets]
+        source += 0.3 * torch.randn(1797, 64, generator=generator)
+    order = torch.randperm(1797, generator=generator)
+    data = [(source[i], targets[i]) for i in order]
+    return NoisyDataset(data[:1437], 0.1), data[1437:]
+
+
+class NoisyDataset(torch.utils.data.Dataset):
+    """`data` with new noise on the source each time, from torch's global generator."""
+
+    def __init__(self, data, deviation):
+        self.data, self.deviation = data, deviation
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        source, target = self.data[index]
+        return source + self.deviation * torch.randn(source.shape), target
+
+
+class SeededDataset(torch.utils.data.Dataset):
+    """`data`, whose random numbers follow from the epoch and from the sample alone."""
+
+    def __init__(self, data):
+        self.data = data
+        # In shared memory, so that workers that live on see the next epoch's number.
+        self.epoch = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        with torch.random.fork_rng(devices=[]):  # without workers, dropout draws here
+            # torch.manual_seed, which also seeds accelerators, takes 0.5 ms.
+            torch.default_generator.manual_seed(int(self.epoch) * len(self) + index)
+            return self.data[index]
+
+
+def end_with_rank(worker):
+    """PyTorch ends a worker whose parent dies, but here the fork server is that."""
+    import os
+    import threading
+
+    rank = torch.multiprocessing.parent_process()
+    threading.Thread(target=lambda: (rank.join(), os._exit(1)), daemon=True).start()
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and kind of optimizer go here."""
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
-    train_set, eval_set = utils.load_digits()
+    train_set, eval_set = load_digits()
     model = torch.nn.Linear(64, 10)
-    make_optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
-    return train_set, eval_set, model, F.cross_entropy, make_optimizer
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_fn = torch.nn.CrossEntropyLoss()
+    return SeededDataset(train_set), eval_set, model, loss_fn, optimizer
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    torch.multiprocessing.set_forkserver_preload(["torch"])
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -175,39 +247,36 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         drop_last=drop_last,
         num_workers=2,
         persistent_workers=True,
-        pin_memory=device.type not in ("cpu", "mps"),  # MPS cannot pin
+        multiprocessing_context="forkserver",  # a fork beside gloo's threads may hang
+        worker_init_fn=end_with_rank,
+        pin_memory=device.type == "cuda",
     )
 
 
 @record  # or torchrun could not show the traceback
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
-    train_set, eval_set, model, loss_fn, make_optimizer = load_train_objs()
-    utils.check_run(
-        args, train_set, eval_set, model, loss_fn, make_optimizer, world_size=world_size
-    )
-    device = utils.get_device(args.device, local_rank)
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
-    train_set = utils.SeededDataset(train_set)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(rank, len(eval_set), world_size)
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     Trainer(
         model,
         loss_fn,
-        make_optimizer,
+        optimizer,
         train_data,
         eval_data,
         device,
-        args.total_epochs,
         args.save_every,
         args.snapshot_path,
-    ).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    ).train(args.total_epochs)
     dist.destroy_process_group()
 
 

@@ -7,22 +7,32 @@ torchrun --standalone --nproc-per-node=2 -m variants.train_loop 50 10 --gpu-mode
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
+import itertools
 import math
 import os
-import sys
+import pickle
+import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import utils
+
+MODES = ("single", "dp", "ddp", "ddp2")
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUMBERS = itertools.count()  # of the calls of `fit` in this process
 
 
 @dataclass(eq=False)
@@ -30,8 +40,8 @@ class TrainLoop:
     """Train a model on one device, or on many without another change of your script."""
 
     model: torch.nn.Module
-    train_loader: DataLoader  # of pairs of tensors: source, targets
-    val_loader: DataLoader
+    train_loader: DataLoader  # of (source, targets); of anything with your `get_loss`
+    val_loader: DataLoader | None
     test_loader: DataLoader | None  # for one evaluation at the end
     optimizer: torch.optim.Optimizer
     criterion: torch.nn.Module  # or a function: of (output, targets), a mean
@@ -41,107 +51,168 @@ class TrainLoop:
     precision: str = "fp32"  # or "bf16", "fp16"
     clip: float | None = None  # the largest norm of the gradients
     device_name: str = "auto"  # or "cpu", "cuda"
-    snapshot_path: str = "snapshot.pt"
+    snapshot_path: str | None = None  # where to save to and resume from
     save_every: int = 1
+    scheduler: lr_scheduler.LRScheduler | None = None
+    scheduler_per_step: bool = False  # or once per epoch
+    metrics: dict = field(default_factory=dict)  # {name: f(predictions, targets)}
+    history: list = field(default_factory=list, init=False)  # a dict for each epoch
+    epochs_run, stop, test_results = 0, False, None
+    autocast = contextlib.nullcontext()
+
+    def get_predictions(self, batch):
+        """(output, targets) of a batch, which is on the device. Override it."""
+        *inputs, targets = batch
+        return self.model(*inputs), targets
+
+    def get_loss(self, batch):
+        """The mean loss of a batch, in training and evaluation. Override it."""
+        return self.criterion(*self.gather(self.get_predictions(batch)))
+
+    def gather(self, values):
+        """What all processes of the machine have, in the training of "ddp2"."""
+        if self.gpu_mode != "ddp2" or not self.model.training:
+            return values
+        return nested(lambda x: Gather.apply(x, self.node), values)
+
+    @torch.no_grad()
+    def predict(self, loader):
+        """(outputs, targets) of all samples. In `fit`, all ranks must call it."""
+        shared, training = dist.is_initialized(), self.model.training
+        data = self._share_out(loader) if shared else loader
+        self.model.eval()
+        with self.autocast:
+            mine = [self.get_predictions(batch) for batch in self._batches(data)]
+        self.model.train(training)
+        mine = nested(torch.Tensor.cpu, mine)
+        parts = [mine] * (self.world_size if shared else 1)
+        if shared:
+            dist.all_gather_object(parts, mine)
+        rows = itertools.zip_longest(*parts)  # one batch of each rank, as shared out
+        batches = [batch for row in rows for batch in row if batch is not None]
+        return nested(lambda *x: torch.cat(x), *batches)
 
     def init_ddp_connection(self, proc_rank, world_size):
         """Make the process group of "ddp" and "ddp2". Override it to do it your way."""
         backend = dist.get_default_backend_for_device(self.device)
-        # torchrun and srun have said where the store is. Otherwise `fit` has made one.
-        store = utils.find_store(self.store_at)
+        if self.store_at:  # `fit` has made one
+            store = dist.TCPStore(*self.store_at)
+        else:  # a `fit` must not find the addresses that the one before has left
+            store = dist.PrefixStore(f"fit {next(NUMBERS)}", launcher_store())
         timeout = timedelta(minutes=5)
-        dist.init_process_group(
-            backend, store=store, rank=proc_rank, world_size=world_size, timeout=timeout
-        )
+        dist.init_process_group(backend, None, timeout, world_size, proc_rank, store)
 
     def configure_ddp(self, model, device_ids):
         """Wrap the model, which is on its device. Override it to set DDP's options."""
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
 
-    def fit(self, num_epochs, num_nodes=1, node_rank=0, num_gpus=None):
+    def fit(self, num_epochs, num_nodes=1, node_rank=0, num_gpus=None, callbacks=()):
         """Train, or resume, until `num_epochs` are finished; return the trained model.
 
         "ddp" and "ddp2" start `num_gpus` processes on each machine (default: one per
         accelerator, or 2 on the CPU), unless torchrun or srun has started this one.
         """
-        self.total_epochs, self.nprocs, self.store_at = num_epochs, 1, None
+        self.callbacks = callbacks or self.callbacks or ()
+        self.total_epochs = whole("num_epochs", num_epochs)
+        num_gpus = None if num_gpus in (None, -1) else whole("num_gpus", num_gpus)
+        self.nprocs, self.store_at = 1, None
         if self.gpu_mode in ("single", "dp"):
-            utils.check_loop(self)
+            check(self, 1)
             self._run(0, None, 1)
-        elif utils.find_launcher():
+        elif find_launcher():
             rank, local_rank, world_size = utils.torchrun_env()
             self.nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            utils.check_loop(self, world_size, num_gpus)
+            check(self, world_size)
             self._run(rank, local_rank, world_size)
         else:
-            self.nprocs = num_gpus or utils.device_count(self.device_name) or 2
-            utils.check_loop(self, num_nodes * self.nprocs, self.nprocs)
+            self.nprocs = utils.choose_nprocs(self.device_name, num_gpus)
+            check(self, num_nodes * self.nprocs)
             self._spawn(num_nodes, node_rank)
         return self.model.eval()  # ready for use, in every mode
 
     def _spawn(self, num_nodes, node_rank):
         """Train in new processes. Their memory is not shared: files go and come."""
-        address, port = utils.find_master() if num_nodes > 1 else ("localhost", 0)
+        process = torch.multiprocessing.current_process()
+        if getattr(process, "_inheriting", False):  # it imports your script
+            time.sleep(5 * (not process.name.endswith("-1")))  # one line is enough
+            utils.error('call `fit` below `if __name__ == "__main__":`')
+        address, port = find_master() if num_nodes > 1 else ("localhost", 0)
         store = dist.TCPStore(address, port, is_master=node_rank == 0)
         self.store_at = address, store.port
         with tempfile.TemporaryDirectory() as folder:
-            # All in one file, or the optimizer would lose the parameters of the model.
-            utils.save_loop(self, f"{folder}/loop.pt")
+            # All in one file: the parameters of the optimizer stay those of the model.
+            try:
+                torch.save(self, f"{folder}/loop.pt")
+            except (AttributeError, pickle.PicklingError, TypeError) as reason:
+                utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason}")
             ranks = folder, num_nodes * self.nprocs, node_rank * self.nprocs
-            torch.multiprocessing.spawn(run_process, ranks, nprocs=self.nprocs)
-            snapshot, self.metrics = torch.load(f"{folder}/trained.pt")
+            utils.spawn(run_process, ranks, self.nprocs)
+            trained = torch.load(f"{folder}/trained.pt", map_location="cpu")
+        snapshot, self.test_results = trained
         self._restore(snapshot)
 
     def _run(self, rank, local_rank, world_size):
         """What each process does, from its first line to its last."""
         self.rank, self.world_size = rank, world_size
         nprocs = self.nprocs if self.store_at else 1
-        self.device = utils.get_device(self.device_name, local_rank, nprocs)
-        self.model.to(self.device)
-        # Momentum that an earlier `fit` has left follows the model to its device.
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
-        self.parallel_model = self._wrap()
-        self.train_data = self._share_out(self.train_loader, train=True)
-        self.eval_data = self._share_out(self.val_loader)
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
+        self.device = utils.set_device(self.device_name, local_rank, nprocs)
+        nested(lambda x: x.to(self.device), [self.model, self.criterion])
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves momentum
+        self.parallel_loss = self._wrap()
+        train, val = self.train_loader, self.val_loader or DataLoader([])
+        utils.check_data(train.dataset, val.dataset or train.dataset, train.batch_size)
+        self.train_data = self._share_out(train, train=True)
+        self.eval_data = self._share_out(val)
+        dtype = PRECISIONS[self.precision]
+        self.autocast = torch.autocast(self.device.type, dtype, enabled=bool(dtype))
+        scaling = dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
-        self.epochs_run, self.stop, self.metrics = 0, False, {}
-        self._load_snapshot()
+        if self.snapshot_path:
+            self._load_snapshot()
+        own = {self.model, self.optimizer, self.scheduler}
+        for callback in self.callbacks:  # such as a scheduler that would begin anew
+            states = {x for x in vars(callback).values() if hasattr(x, "state_dict")}
+            if states - own and type(callback).state_dict is Callback.state_dict:
+                self._print(f"{callback.state_key}: no snapshot has all of its state")
         self._train()
         if self.test_loader:
-            test_loss = self._evaluate(self._share_out(self.test_loader))
-            self.metrics["test loss"] = test_loss
-            self._print(f"test loss {test_loss:.6f}")
-        self.parallel_model = None  # before its process group, or the exit may hang
+            test_data = self._share_out(self.test_loader)
+            self.test_results = self._evaluate(test_data, "test loss")
+            self._print(shown(self.test_results))
+        self.parallel_loss = None  # before its process group, or the exit may hang
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _wrap(self):
-        """The model as the training step calls it. `self.model` stays as it is."""
-        if self.gpu_mode == "single":
-            return self.model
+        """`get_loss` as a training step calls it. `self.model` stays as it is."""
         on_cpu = self.device.type == "cpu"
-        if self.gpu_mode == "dp":  # it would take GPUs even if this run is on the CPU
-            return self.model if on_cpu else torch.nn.DataParallel(self.model)
+        if self.gpu_mode == "dp" and not on_cpu:  # else it would take GPUs all the same
+            loop = copy.copy(self)
+            loop.model = torch.nn.DataParallel(self.model)
+            return loop.get_loss
+        if self.gpu_mode in ("single", "dp"):
+            return self.get_loss
         self.init_ddp_connection(self.rank, self.world_size)
         if self.gpu_mode == "ddp2":
             self.node, _ = dist.new_subgroups(self.nprocs, timeout=timedelta(minutes=5))
-        return self.configure_ddp(self.model, None if on_cpu else [self.device.index])
+        step = torch.nn.Module()  # DDP acts before and after all of `get_loss`
+        step.model, step.forward = self.model, self.get_loss
+        return self.configure_ddp(step, None if on_cpu else [self.device.index])
 
     def _share_out(self, loader, train=False):
         """The same loader, but this rank gets only its share of the samples."""
         if train:
-            shuffle, whole = isinstance(loader.sampler, RandomSampler), loader.drop_last
-            sampler = DistributedSampler(
-                loader.dataset, self.world_size, self.rank, shuffle, drop_last=whole
-            )
+            ranks, shuffle = self.world_size, isinstance(loader.sampler, RandomSampler)
+            options = {"shuffle": shuffle, "drop_last": loader.drop_last}
+            sampler = DistributedSampler(loader.dataset, ranks, self.rank, **options)
             if self.gpu_mode == "ddp2":  # a machine takes what one process of it would
                 nprocs, nodes = self.nprocs, self.world_size // self.nprocs
                 sampler.rank = self.rank % nprocs * nodes + self.rank // nprocs
         else:  # whole batches, for a loss that compares samples; and none is repeated
             n, size = len(loader.dataset), loader.batch_size
+            if loader.drop_last and n % size:
+                self._print(f"drop_last=True: {n % size} of {n} samples do not count")
             sampler = [i for i in range(n) if i // size % self.world_size == self.rank]
         # A loader keeps each of its arguments as an attribute of the same name.
         names = set(inspect.signature(DataLoader).parameters)
@@ -150,7 +221,8 @@ class TrainLoop:
         return DataLoader(sampler=sampler, **options)
 
     def _train(self):
-        self._print(utils.describe_run(self))
+        self._print(utils.describe_run(self, self.total_epochs).replace(" in None", ""))
+        self._call("on_train_start")
         for epoch in range(self.epochs_run, self.total_epochs):
             if self.stop:
                 self._print("a callback has ended the training")
@@ -159,15 +231,24 @@ class TrainLoop:
             start = time.perf_counter()
             train_loss, samples = self._run_epoch(epoch)
             samples_per_s = samples / (time.perf_counter() - start)
-            held_out_loss = self._evaluate(self.eval_data)
-            self.metrics = {"train loss": train_loss, "held-out loss": held_out_loss}
+            results = {"train loss": train_loss}
+            if self.val_loader:
+                results |= self._evaluate(self.eval_data, "held-out loss")
+            self.history.append(results)
             done = self.epochs_run = epoch + 1
-            self._print(utils.describe_epoch(self, self.metrics, samples_per_s))
+            line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
+            self._print(f"{line} | {samples_per_s:,.0f} samples/s")
+            self.loss = results.get("held-out loss", train_loss)
+            utils.check_finite(self.loss, self)  # of the weights to be saved
+            if self.scheduler and not self.scheduler_per_step:
+                plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+                self.scheduler.step(*[self.loss] * plateau)
             self._call("on_epoch_end")
             self.stop = any(self._sum(float(self.stop)))  # one rank: all ranks
             due = done % self.save_every == 0 or done == self.total_epochs or self.stop
-            if due and math.isfinite(train_loss + held_out_loss):
+            if due and self.snapshot_path:
                 self._save_snapshot()
+        self._call("on_train_end")
 
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
@@ -181,27 +262,31 @@ class TrainLoop:
     def _mean_loss(self, data, run_batch):
         """The mean over the samples of all ranks, and how many they are."""
         loss_sum, samples = torch.zeros((), device=self.device), 0
-        pinned = data.pin_memory
-        for self.step, (source, targets) in enumerate(data, start=1):
-            source = source.to(self.device, non_blocking=pinned)
-            targets = targets.to(self.device, non_blocking=pinned)
-            loss = run_batch(source, targets)
-            loss_sum.add_(loss, alpha=len(source))
-            samples += len(source)
+        batches = self._batches(data)
+        for self.step, batch in enumerate(batches, start=1):
+            size = min(data.batch_size, len(data.sampler) - samples)
+            loss_sum.add_(run_batch(batch, size), alpha=size)
+            samples += size
         loss_sum, samples = self._sum(loss_sum, samples)
         return loss_sum / samples, samples
 
-    def _run_batch(self, source, targets):
+    def _batches(self, data):
+        device = next(self.model.parameters()).device
+        for batch in data:
+            yield nested(lambda x: x.to(device, non_blocking=data.pin_memory), batch)
+
+    def _run_batch(self, batch, n):
         self.optimizer.zero_grad()
-        batch_loss, size = 0, math.ceil(len(source) / self.accumulate)
-        no_sync = getattr(self.parallel_model, "no_sync", contextlib.nullcontext)
-        for start in range(0, len(source), size):
+        batch_loss, size = 0, math.ceil(n / self.accumulate)
+        no_sync = getattr(self.parallel_loss, "no_sync", contextlib.nullcontext)
+        for start in range(0, n, size):
             micro = slice(start, start + size)
-            share = len(source[micro]) / len(source)  # the last may be shorter
-            last = start + size >= len(source)
+            share = len(range(n)[micro]) / n  # the last may be shorter
+            last = start + size >= n
+            part = nested(lambda x, at=micro: x[at], batch) if size < n else batch
             # DDP decides in the forward pass whether backward sends the gradients.
             with contextlib.nullcontext() if last else no_sync():
-                loss = self._loss(source[micro], targets[micro]) * share
+                loss = self._loss(part) * share
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
         if self.clip:
@@ -209,25 +294,25 @@ class TrainLoop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.scheduler and self.scheduler_per_step:
+            self.scheduler.step()
         self._call("on_batch_end")
         return batch_loss
 
-    def _loss(self, source, targets):
-        training = self.model.training
-        with torch.autocast(self.device.type, self.dtype, enabled=bool(self.dtype)):
-            output = (self.parallel_model if training else self.model)(source)
-            if training and self.gpu_mode == "ddp2":
-                output = Gather.apply(output, self.node)
-                targets = Gather.apply(targets, self.node)
-            return self.criterion(output, targets)
+    def _loss(self, batch, _=None):
+        with self.autocast:
+            return (self.parallel_loss if self.model.training else self.get_loss)(batch)
 
     @torch.no_grad()
-    def _evaluate(self, data):
+    def _evaluate(self, data, name):
         self.model.eval()
         if dist.is_initialized():
-            for buffer in self.model.buffers():  # ranks' differ, and rank 0's are saved
-                dist.broadcast(buffer, src=0)
-        return self._mean_loss(data, self._loss)[0]
+            for buffer in self.model.buffers():  # ranks' differ; rank 0's are saved
+                dist.broadcast(whole := buffer.contiguous(), src=0)
+                buffer.copy_(whole)  # where it is strided, they are two
+        results = {name: self._mean_loss(data, self._loss)[0]}
+        found = self.predict(data) if self.metrics else ()
+        return results | {x: float(f(*found)) for x, f in self.metrics.items()}
 
     def _sum(self, *values):
         total = torch.tensor(values, device=self.device)
@@ -237,7 +322,7 @@ class TrainLoop:
 
     def _print(self, text):
         if self.rank == 0:  # one rank prints
-            utils.say(text)
+            print(text, flush=True)
 
     def _call(self, hook):
         for callback in self.callbacks:
@@ -250,7 +335,9 @@ class TrainLoop:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
             "SCALER_STATE": self.scaler.state_dict(),
-            "CALLBACK_STATES": {type(x).__name__: x.state for x in self.callbacks},
+            "SCHEDULER_STATE": self.scheduler and self.scheduler.state_dict(),
+            "CALLBACK_STATES": {x.state_key: x.state_dict() for x in self.callbacks},
+            "HISTORY": self.history,
             "STOPPED": self.stop,
         }
 
@@ -262,32 +349,123 @@ class TrainLoop:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         if dist.is_initialized():
-            found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, utils.identify(self.snapshot_path))
-            newest, differences = utils.compare(found)
-            if differences:  # machines may have disks of their own
-                self._print(differences)
-                snapshot = utils.broadcast_snapshot(snapshot, newest, self.device)
+            epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+            dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+            newest = epochs.index(max(epochs))  # all load this rank's snapshot
+            if len(set(epochs)) > 1:
+                self._print(f"epochs saved, by rank: {epochs}. All take {newest}'s")
+            if max(epochs) >= 0:
+                snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
+            return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         if snapshot.get("SCALER_STATE"):  # only a run in float16 has saved one
             self.scaler.load_state_dict(snapshot["SCALER_STATE"])
-        if snapshot["EPOCHS_RUN"] > 0:
-            self._restore(snapshot)
+        self._restore(snapshot)
 
     def _restore(self, snapshot):
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.stop = snapshot.get("STOPPED", False)
+        self.history = snapshot.get("HISTORY", [])
+        if self.scheduler and snapshot.get("SCHEDULER_STATE"):
+            self.scheduler.load_state_dict(snapshot["SCHEDULER_STATE"])
         states = snapshot.get("CALLBACK_STATES", {})
         for callback in self.callbacks:  # without a state, it begins anew
-            callback.state.update(states.get(type(callback).__name__, {}))
+            callback.load_state_dict(states.get(callback.state_key, {}))
+
+
+def find_launcher():
+    """Whether torchrun or srun has started this rank; it then has torchrun's names."""
+    env = os.environ
+    # A batch script has SLURM_NTASKS, too. But it is in no step, as srun's tasks are.
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        if "MASTER_ADDR" not in env:
+            hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+            env["MASTER_ADDR"] = subprocess.check_output(hosts, text=True).split()[0]
+        # Steps of one job may run at once. They must not meet at one port.
+        number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))
+        env.setdefault("MASTER_PORT", str(20000 + number % 10000))
+        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        env["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0]
+    return "RANK" in env
+
+
+@functools.cache  # the same store always
+def launcher_store():
+    return next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+
+
+def find_master():
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as reason:
+        utils.error(f"several machines need MASTER_ADDR and MASTER_PORT: {reason}")
+
+
+def whole(name, value):
+    if not str(value).isdecimal() or int(value) < 1:
+        utils.error(f"{name} {value!r} is no whole number above 0")
+    return int(value)
+
+
+def check(loop, world_size):
+    """End with one line and exit status 2 if `loop` cannot train in this way."""
+    for name, known in ("gpu_mode", MODES), ("precision", PRECISIONS):
+        if getattr(loop, name) not in known:
+            utils.error(f"{name} {getattr(loop, name)!r}: choose {', '.join(known)}")
+    own, groups = set(loop.model.parameters()), loop.optimizer.param_groups
+    if any(x not in own for group in groups for x in group["params"]):  # not shared
+        utils.error("the optimizer has parameters that the model does not have")
+    if loop.gpu_mode in ("single", "dp") and find_launcher():
+        utils.error(f"{loop.gpu_mode} is one process: start one, or choose ddp")
+    if loop.gpu_mode == "ddp2" and (loop.accumulate > 1 or world_size % loop.nprocs):
+        utils.error("gpu_mode ddp2: accumulate is 1, and machines have equal num_gpus")
+    samplers = RandomSampler, torch.utils.data.SequentialSampler
+    for name in ("train_loader", "val_loader", "test_loader"):
+        x = getattr(loop, name)
+        absent = x is None and name != "train_loader"
+        if not (absent or type(getattr(x, "sampler", 0)) in samplers and x.batch_size):
+            utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
+    own = TrainLoop.get_loss, TrainLoop.get_predictions
+    if (type(loop).get_loss, type(loop).get_predictions) == own:
+        batch = loop.train_loader.collate_fn([loop.train_loader.dataset[0]])
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            utils.error(f"get_loss(self, batch) is yours to write for {type(batch)}")
+    hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
+    for callback in loop.callbacks:
+        for hook in [x for x in dir(callback) if x.startswith("on_")]:
+            takes = inspect.signature(getattr(callback, hook)).parameters
+            if hook not in hooks or len(takes) != 1:
+                hook = f"{callback.state_key}.{hook}"
+                utils.error(f"{hook} is never called. Hooks: {hooks}, of (self, loop)")
 
 
 def run_process(local_rank, folder, world_size, first_rank):
     loop = torch.load(f"{folder}/loop.pt", map_location="cpu", weights_only=False)
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # it is a copy
     loop._run(first_rank + local_rank, local_rank, world_size)
     if local_rank == 0:
-        torch.save((loop.snapshot(), loop.metrics), f"{folder}/trained.pt")
+        torch.save((loop.snapshot(), loop.test_results), f"{folder}/trained.pt")
+
+
+def shown(results):
+    return " | ".join(f"{name} {value:.6f}" for name, value in results.items())
+
+
+def nested(change, *trees):
+    """`change` of the tensors in dicts, lists and tuples; of several, one by one."""
+    first = trees[0]
+    if hasattr(first, "to"):
+        return change(*trees)
+    if isinstance(first, Mapping):
+        return type(first)({k: nested(change, *[x[k] for x in trees]) for k in first})
+    if isinstance(first, (list, tuple)):
+        parts = [nested(change, *parts) for parts in zip(*trees, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
 
 
 class Gather(torch.autograd.Function):
@@ -310,24 +488,19 @@ class Callback:
 
     every_rank = False
     state = functools.cached_property(lambda self: {})  # goes into the snapshot
+    state_key = property(lambda self: type(self).__name__)  # there
 
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state.update(state)
+
+    def on_train_start(self, loop): ...
     def on_epoch_start(self, loop): ...
     def on_batch_end(self, loop): ...
     def on_epoch_end(self, loop): ...
-
-
-class LearningRateSchedule(Callback):
-    """Before each epoch: the first learning rate times `factor(epochs finished)`."""
-
-    every_rank = True  # each has an optimizer, and all must take the same step
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def on_epoch_start(self, loop):
-        for group in loop.optimizer.param_groups:
-            initial = group.setdefault("initial_lr", group["lr"])
-            group["lr"] = initial * self.factor(loop.epochs_run)
+    def on_train_end(self, loop): ...
 
 
 class EarlyStopping(Callback):
@@ -337,17 +510,10 @@ class EarlyStopping(Callback):
         self.patience, self.state = patience, {"best": math.inf, "waited": 0}
 
     def on_epoch_end(self, loop):
-        loss, state = loop.metrics["held-out loss"], self.state
+        loss, state = loop.loss, self.state
         state["waited"] = 0 if loss < state["best"] else state["waited"] + 1
         state["best"] = min(state["best"], loss)
         loop.stop |= state["waited"] >= self.patience
-
-
-class TerminateOnNaN(Callback):
-    """Stop when a loss is not finite. To ask once an epoch costs no time."""
-
-    def on_epoch_end(self, loop):
-        loop.stop |= not all(map(math.isfinite, loop.metrics.values()))
 
 
 class BestCheckpoints(Callback):
@@ -357,34 +523,28 @@ class BestCheckpoints(Callback):
         self.k, self.path, self.state = k, path, {"best": []}
 
     def on_epoch_end(self, loop):
-        best, loss = self.state["best"], loop.metrics["held-out loss"]
+        best = self.state["best"]
         best[:] = [x for x in best if os.path.exists(x[1])]  # a kill may lose some
-        if math.isfinite(loss):
-            best.append([loss, self.path.format(loop.epochs_run)])
-            utils.save_atomically(loop.snapshot(), best[-1][1])
+        best.append([loop.loss, self.path.format(loop.epochs_run)])
+        if os.path.exists(best[-1][1]):  # of a run that was killed after this epoch
+            os.remove(best[-1][1])
+        utils.save_atomically(loop.snapshot(), best[-1][1])
         best.sort()
         while len(best) > self.k:
             os.remove(best.pop()[1])
-
-
-class ProgressBar(Callback):
-    """Steps done in this epoch. To show their loss, Python would wait for the GPU."""
-
-    def on_batch_end(self, loop):
-        end = "\n" if loop.step == len(loop.train_data) else ""
-        print(f"\r{loop.step}/{len(loop.train_data)}", end=end, file=sys.stderr)
 
 
 def main(args):
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
     model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     TrainLoop(
         model,
         DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True),
         DataLoader(utils.MyTrainDataset(512, seed=1), args.batch_size),
         DataLoader(utils.MyTrainDataset(512, seed=2), args.batch_size),
-        torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
+        optimizer,
         torch.nn.functional.mse_loss,
         args.gpu_mode,
         device_name=args.device,
@@ -396,5 +556,5 @@ def main(args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     parser.add_argument("--gpu-mode", default="single", help="or dp, ddp, ddp2")
-    parser.add_argument("--nprocs", type=utils.positive_int, help=utils.NPROCS)
+    parser.add_argument("--nprocs", type=utils.positive_int, help="processes")
     main(parser.parse_args())

@@ -1,20 +1,13 @@
-"""Watch what a Trainer's DDP sends in each step, and how good its gradient is.
+"""Watch what a Trainer's DDP sends, and how good its gradient is.
 
-In a script of this repository that wraps its model in DDP, put this into `__init__`:
+In a script that wraps its model in DDP, put this line into `__init__`:
 
     from docs.accumulation import watch; watch.attach(self)
 
-After each epoch, rank 0 prints one line with means over the steps of the epoch, but
-with the largest number of bytes that autograd kept at one time:
-
-    all-reduces, bytes      that DDP made with gradients, and the bytes in them
-    gradient error          how far the gradient that the optimizer used is from the
-                            gradient of the whole batch of all ranks, in percent
-    ranks apart             the largest difference of a weight between two ranks
-    bytes kept for backward of the tensors that autograd keeps until `backward`
-
-It computes the gradient of the whole batch once more, and so it needs a model without
-dropout and without batch normalization. Training itself stays the same.
+In each epoch, rank 0 prints the all-reduces of gradients in a step and their bytes; how
+far the gradient that the optimizer used is from that of the whole batch of all ranks;
+the largest difference of a weight between two ranks; and the most bytes that autograd
+has kept for `backward`. The model must have no dropout and no batch normalization.
 """
 
 import torch
@@ -38,40 +31,34 @@ class Kept:
 
 def attach(trainer):
     run_batch, evaluate = trainer._run_batch, trainer._evaluate
-    parameters = list(trainer.model.parameters())
-    seen = {"steps": 0, "all-reduces": 0, "bytes": 0, "error": 0.0}
+    parameters, sent, errors = list(trainer.model.parameters()), [], []
 
     def count(_, bucket):
-        seen["all-reduces"] += 1
-        seen["bytes"] += bucket.buffer().nbytes
+        sent.append(bucket.buffer().nbytes)
         return allreduce_hook(None, bucket)
 
     def watched_run_batch(source, targets):
-        loss = trainer.loss_fn(trainer.model(source), targets)
-        expected = flat(torch.autograd.grad(loss, parameters))
+        whole = trainer.loss_fn(trainer.model(source), targets)
+        expected = flat(torch.autograd.grad(whole, parameters))
         dist.all_reduce(expected)
         expected /= dist.get_world_size()
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
             loss = run_batch(source, targets)
-        used = flat([x.grad for x in parameters])
-        seen["error"] += float((used - expected).norm() / expected.norm())
-        seen["steps"] += 1
+        error = flat(x.grad for x in parameters) - expected
+        errors.append(error.norm() / expected.norm())
         return loss
 
     def watched_evaluate():
-        highest = flat([x.detach() for x in parameters])
-        lowest = highest.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
-        dist.all_reduce(lowest, dist.ReduceOp.MIN)
-        steps = seen["steps"]
+        ranks = [flat(parameters) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, ranks[0].clone())
+        apart = max((x - ranks[0]).abs().max() for x in ranks)
+        mean = [x / len(errors) for x in (len(sent), sum(sent), 100 * sum(errors))]
         trainer._print(
-            f"per step: all-reduces {seen['all-reduces'] / steps:g},"
-            f" bytes {seen['bytes'] / steps:g}"
-            f" | gradient error {100 * seen['error'] / steps:.3f} %"
-            f" | ranks apart {(highest - lowest).max():.6f}"
-            f" | bytes kept for backward {Kept.most}"
+            f"per step: all-reduces {mean[0]:g}, bytes {mean[1]:g}"
+            f" | gradient error {mean[2]:.3f} %"
+            f" | ranks apart {apart:.6f} | bytes kept for backward {Kept.most}"
         )
-        seen.update(dict.fromkeys(seen, 0))
+        sent.clear(), errors.clear()
         return evaluate()
 
     trainer.ddp_model.register_comm_hook(None, count)
@@ -79,4 +66,4 @@ def attach(trainer):
 
 
 def flat(tensors):
-    return torch.cat([x.flatten() for x in tensors])
+    return torch.cat([x.detach().flatten() for x in tensors])

@@ -160,6 +160,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
+    first_lr = optimizer.param_groups[0]["lr"]
     epochs_run, epochs_trained = 0, 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
@@ -190,7 +191,7 @@ def main():
         result = {
             "MODEL_STATE": model.state_dict(),
             "LR": optimizer.param_groups[0]["lr"],
-            "FIRST_LR": args.lr,
+            "FIRST_LR": first_lr,
             "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
         }
         torch.save(result, f"world_{world_size}_rank_{rank}.pt")

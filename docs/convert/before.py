@@ -1,4 +1,4 @@
-"""A training script as many people have it: one file, one device, top to bottom.
+"""A script for one device, as people write it: it learns the direction of stripes.
 
 python docs/convert/before.py
 """
@@ -77,22 +77,27 @@ def test(model, device, loader):
     print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
-args = get_args()
-torch.manual_seed(args.seed)
-use_cuda = not args.no_cuda and torch.cuda.is_available()
-device = torch.device("cuda" if use_cuda else "cpu")
-train_set, test_set = random_split(make_data(1250), [1000, 250])
-train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
-test_loader = DataLoader(test_set, batch_size=args.batch_size)
+def main():
+    args = get_args()
+    torch.manual_seed(args.seed)
+    use_cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    train_set, test_set = random_split(make_data(1250), [1000, 250])
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    test_loader = DataLoader(test_set, batch_size=args.batch_size)
 
-model = Net().to(device)
-optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
+    model = Net().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-for epoch in range(1, args.epochs + 1):
-    train(args, model, device, train_loader, optimizer, epoch)
-    test(model, device, test_loader)
-    scheduler.step()
+    for epoch in range(1, args.epochs + 1):
+        train(args, model, device, train_loader, optimizer, epoch)
+        test(model, device, test_loader)
+        scheduler.step()
 
-if args.save_model:
-    torch.save(model.state_dict(), "stripes_model.pt")
+    if args.save_model:
+        torch.save(model.state_dict(), "stripes_model.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""step1.py, repeatable and resumable: the last step on one device.
+"""before.py, repeatable and resumable: the last step on one device.
 
 python docs/convert/step2.py
 """
@@ -119,6 +119,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
+    first_lr = optimizer.param_groups[0]["lr"]
     epochs_run, epochs_trained = 0, 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
@@ -149,7 +150,7 @@ def main():
         result = {
             "MODEL_STATE": model.state_dict(),
             "LR": optimizer.param_groups[0]["lr"],
-            "FIRST_LR": args.lr,
+            "FIRST_LR": first_lr,
             "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
         }
         torch.save(result, "alone.pt")

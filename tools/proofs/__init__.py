@@ -1,0 +1,1 @@
+"""What makes proofs: launchers, hooks, hosts, kills, and the deletion of lines."""

@@ -1,0 +1,50 @@
+"""Check one script: its text, its tests, its chapter, and every line that it adds.
+
+    python -m tools.proofs.check NAME            everything, in some two minutes
+    python -m tools.proofs.check --text NAME     what only reads files, in seconds
+
+NAME is the path of a script, such as `variants/preemptible.py`. Each check is a command
+that you can type as well. Exit status 1: one of them failed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.cli import Parser
+from tools.pages import explanations
+from tools.scripts import FRAMEWORKS, PARENTS, ROOT, own_tests
+
+
+def checks(name, text_only):
+    """The words after `python -m` of each check, the quickest first."""
+    parent, stem = PARENTS.get(name), Path(name).stem
+    files = [x for x in (name, own_tests(name)) if (ROOT / x).exists()]
+    yield from (["ruff", "check", *files], ["ruff", "format", "--check", *files])
+    # `-k` finds the tests that have the script among their parameters or in their file
+    yield ["pytest", "-q", "tests/test_diff.py", "tests/test_docs.py", "-k", stem]
+    yield ["tools.site.build", "--check", "--diffs"]
+    if text_only:
+        return
+    yield ["pytest", "-q", "-k", stem, "-m", "not text"]
+    # A framework has no diff, but a page of its name.
+    places = explanations().get((parent, name), {}).values()
+    for page in sorted({page for page, *_ in places}) if parent else [stem]:
+        if (ROOT / f"docs/{page}.md").exists():
+            yield ["tools.site.build", "--check", "--only", page]
+    if parent:
+        yield ["tools.proofs.lines", parent, name]
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
+    parser.add_argument("name", choices={**PARENTS, **dict.fromkeys(FRAMEWORKS)})
+    parser.add_argument("--text", action="store_true", help="only read files")
+    args = parser.parse_args()
+    failed = []
+    for words in checks(args.name, args.text):
+        print(f"== python -m {' '.join(words)}", flush=True)
+        if subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode:
+            failed.append(f"FAILED: python -m {' '.join(words)}")
+    print(args.name, *(failed or ["ok"]), sep="\n")
+    sys.exit(bool(failed))

@@ -1,0 +1,106 @@
+"""Something befalls a script at an exact place."""
+
+import os
+import signal
+import time
+
+import torch.distributed as dist
+from hooks import replace
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+
+def in_step(script, number, befall):
+    """Call `befall(trainer)` before a step, the first of them being number 1."""
+    steps = []
+
+    def step(inner, self, *arguments):
+        steps.append(1)
+        if len(steps) == number:
+            befall(self)
+        return inner(self, *arguments)
+
+    replace(script["Trainer"], "_run_batch", step)
+
+
+def in_step_80(script):
+    """In step 80, in the third epoch of five, something befalls the last rank.
+
+    IN_STEP_80 says what: `kill`, `raise`, `sigterm` to itself, `sigterm_to_launcher`;
+    nothing if it is not set.
+    For the last, preemptible.py waits until the launcher has passed the signal on.
+    """
+
+    def befall(trainer):
+        what = os.environ.get("IN_STEP_80")
+        if dist.is_initialized() and dist.get_rank() != dist.get_world_size() - 1:
+            return
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "raise":
+            raise ValueError("planted")
+        elif what == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif what == "sigterm_to_launcher":
+            os.kill(os.getppid(), signal.SIGTERM)
+            wait_for_signal(trainer)
+
+    in_step(script, 80, befall)
+
+
+def wait_in_step_80(script):
+    """In the first run of preemptible.py by Slurm, all ranks wait for SIGTERM there."""
+
+    def befall(trainer):
+        if "SLURM_RESTART_COUNT" not in os.environ:
+            print("in step 80", flush=True)
+            wait_for_signal(trainer)
+
+    in_step(script, 80, befall)
+
+
+def wait_for_signal(trainer):
+    while not trainer.sigterm:
+        time.sleep(0.01)
+
+
+def killed_attempts(script):
+    """Rank 1 of two ends itself inside its second epoch, in the first KILLS attempts.
+
+    In each attempt it prints the port of the store that the attempt uses.
+    """
+
+    def befall(_):
+        if dist.get_rank() == 1:
+            attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            print(f"attempt {attempt} has port {os.environ['MASTER_PORT']}", flush=True)
+            if attempt < int(os.environ["KILLS"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    in_step(script, 40, befall)
+
+
+def die_at_once(script):
+    """Rank 1 ends with an exception before it does anything."""
+
+    def main(inner, rank, *arguments):
+        assert rank != 1
+        inner(rank, *arguments)
+
+    replace(script, "main", main)
+
+
+def record_in_one_piece(_):
+    """`@record` writes a worker's error file in one piece.
+
+    Otherwise torchrun can end instead of restarting: torchrun's SIGTERM comes before a
+    worker that raises has written error.json, which cannot be parsed then (torch 2.10
+    to 2.13, `ProcessFailure.__post_init__`).
+    """
+
+    def in_one_piece(record_exception, handler, error):
+        file = os.environ["TORCHELASTIC_ERROR_FILE"]
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.tmp"
+        record_exception(handler, error)
+        os.replace(f"{file}.tmp", file)
+
+    replace(ErrorHandler, "record_exception", in_one_piece)

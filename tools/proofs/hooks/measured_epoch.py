@@ -1,0 +1,140 @@
+"""A job that is large enough to be measured, and what an epoch of it takes each rank.
+
+The job is the script's own, or that of the module TASK, but its model has a body in
+front: four hidden layers of WIDTH. There are TRAIN_SAMPLES samples. The figures of the
+last epoch go to measured.RANK.json. Nothing is saved.
+
+With GIVE_BACK set, no process keeps memory for later. Without it, how much glibc keeps
+is a matter of chance. With it, training is slower.
+"""
+
+import ctypes
+import gc
+import importlib
+import itertools
+import os
+import re
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # noqa: F401  DDP and optimizers import it: not for their training
+import torch.distributed as dist
+from hooks import Noted, replace, write
+from torch.utils.data import Subset
+
+CLONE_NEWNET = 0x40000000  # setns(2)
+M_MMAP_THRESHOLD = -3  # mallopt(3)
+NETWORKS = os.environ["NETWORKS"].split()
+STATUS = Path("/proc/self/status")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+before = 0  # bytes of memory before there is a model
+
+
+class Trainer:
+    def _run_epoch(self, epoch):
+        meet = dist.barrier if dist.is_initialized() else lambda: None
+        meet()
+        sent = sent_bytes()
+        begin_peak(self.device)
+        meet()
+        began = time.perf_counter()
+        loss = super()._run_epoch(epoch)  # ends when all ranks have ended
+        self.figures = {
+            "weights": sum(x.numel() for x in self.model.parameters()),
+            "loss": loss,
+            "seconds": time.perf_counter() - began,
+            "peak_bytes": peak_bytes(self.device),
+        }
+        meet()
+        self.figures["sent_bytes"] = sent_bytes() - sent
+        return loss
+
+    def train(self, *arguments):
+        super().train(*arguments)
+        write("measured", self.figures)
+
+    def _save_snapshot(self):
+        pass
+
+
+def around_load_train_objs(load_train_objs):
+    global before
+    if "TASK" in os.environ:
+        load_train_objs = importlib.import_module(os.environ["TASK"]).load_train_objs
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    gc.collect()
+    before = memory("VmRSS")
+    torch.manual_seed(0)
+    inputs, width = train_set[0][0].shape[-1], int(os.environ["WIDTH"])
+    layers = []
+    for sizes in itertools.pairwise([inputs, *[width] * 4]):
+        layers += [torch.nn.Linear(*sizes), torch.nn.ReLU()]
+    model.body = torch.nn.Sequential(*layers, torch.nn.Linear(width, inputs))
+    optimizer.add_param_group({"params": model.body.parameters()})
+    # Not a module around the model: a script may use what its own model has.
+    model.register_forward_pre_hook(through_body)
+    again = [i % len(train_set) for i in range(int(os.environ["TRAIN_SAMPLES"]))]
+    return Noted(Subset(train_set, again)), eval_set, model, loss_fn, optimizer
+
+
+def through_body(model, inputs):
+    source, *rest = inputs
+    return model.body(source), *rest
+
+
+def in_its_network(init_process_group, *arguments, **options):
+    """This rank's sockets are made in its network, one of NETWORKS.
+
+    Only those that carry tensors: its connection to the store is there already.
+    """
+    if NETWORKS:
+        if "store" not in options:  # as torch does it
+            store, number, world_size = next(dist.rendezvous("env://"))
+            options |= {"store": store, "rank": number, "world_size": world_size}
+        network = NETWORKS[options["rank"] % len(NETWORKS)]
+        with open(network) as file:
+            if LIBC.setns(file.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns", network)
+    init_process_group(*arguments, **options)
+
+
+def sent_bytes():
+    """What the cards of this rank's network have sent, shared among its ranks."""
+    if not dist.is_initialized():
+        return 0
+    if not NETWORKS:
+        return float("nan")
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    total = sum(int(line.partition(":")[2].split()[8]) for line in lines)
+    return total * len(NETWORKS) / dist.get_world_size()
+
+
+def memory(key):
+    """A number of proc_pid_status(5) in bytes, not counting pages of files."""
+    if not STATUS.exists():
+        return float("nan")
+    kilobytes = dict(re.findall(r"(\w+):\s+(\d+) kB", STATUS.read_text()))
+    return 1024 * (int(kilobytes[key]) - int(kilobytes["RssFile"]))
+
+
+def begin_peak(device):
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    elif STATUS.exists():
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device):
+    """The peak of what training takes; of an accelerator, what torch has allocated."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated()
+    return memory("VmHWM") - before
+
+
+if "GIVE_BACK" in os.environ and hasattr(LIBC, "mallopt"):
+    LIBC.malloc_trim(0)  # what it has kept so far
+    LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)  # each tensor gets pages of its own
+replace(dist, "init_process_group", in_its_network)

@@ -1,0 +1,90 @@
+"""Each rank writes down what it did, in a file of the folder that it runs in."""
+
+import builtins
+import re
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from hooks import replace, write
+
+import utils
+
+
+def at_the_start(script, name, facts):
+    """NAME.RANK.json: what `facts()` returns as the training begins."""
+
+    def train(inner, *arguments):
+        write(name, facts())
+        inner(*arguments)
+
+    replace(script["Trainer"], "train", train)
+
+
+def device(script):
+    """device.RANK.json: for which local rank it asked a device, of how many."""
+    facts = {}
+
+    def note(set_device, name, local_rank, nprocs=1):
+        facts.update(local_rank=local_rank, nprocs=nprocs)
+        return set_device(name, local_rank, nprocs)
+
+    replace(utils, "set_device", note)
+    at_the_start(script, "device", lambda: facts)
+
+
+def store(script):
+    """store.RANK.json: the host whose store it is connected to."""
+    hosts = []
+
+    def note(inner, host, *rest, **options):
+        hosts.append(host)
+        return inner(host, *rest, **options)
+
+    replace(dist, "TCPStore", note)
+    at_the_start(script, "store", lambda: hosts[-1])
+
+
+def lines(script):
+    """noted.RANK.json: the N of each planted `passed.append(N)` that it passed."""
+    builtins.passed = []
+
+    def train(inner, *arguments):
+        inner(*arguments)
+        write("noted", builtins.passed)
+
+    if "Trainer" in script:
+        replace(script["Trainer"], "train", train)
+    else:
+        replace(script, "main", train)
+
+
+def loop(script):
+    """docs/hangs/hang.py prints how long each rank was in its loop."""
+
+    def train(inner, *arguments):
+        start = time.monotonic()
+        try:
+            return inner(*arguments)
+        finally:
+            took_s = time.monotonic() - start
+            line = f"rank {dist.get_rank()} was in the loop for {took_s:.2f} s\n"
+            print(line, end="")
+
+    replace(script, "train", train)
+
+
+def memory(script):
+    """memory.RANK.json: the bytes that loading a snapshot takes, at its peak."""
+
+    def kilobytes(key):  # proc_pid_status(5)
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{key}:\s+(\d+) kB", status)[1])
+
+    def load(inner, *arguments):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = kilobytes("VmRSS")
+        inner(*arguments)
+        write("memory", {"load": (kilobytes("VmHWM") - before) * 1024})
+
+    replace(script["Trainer"], "_load_snapshot", load)

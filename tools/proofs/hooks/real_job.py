@@ -1,0 +1,51 @@
+"""For real_job.py: each rank notes what it did in the file noted.RANK.json.
+
+    rates, norms    of each step: the learning rate, and the gradient's norm after it
+    images          of each sample that it trained on: the sum of its pixels
+    workers         after each epoch's training: {process: how it was started}
+
+The loss is LOSS_TIMES as large, 17 samples are held out, a third of them with wrong
+labels, and each rank that writes the log does so in a file of its own:
+snapshot.pt.csv.RANK.
+"""
+
+import os
+
+import torch
+from hooks import write
+
+import utils
+
+noted = {"rates": [], "norms": [], "images": [], "workers": []}
+
+
+def around_load_train_objs(load_train_objs):
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    times = float(os.environ.get("LOSS_TIMES", 1))
+    loss_fn.register_forward_hook(lambda module, batch, loss: times * loss)
+    held_out = [(x, (y + (i % 3 == 0)) % 10) for i, (x, y) in enumerate(eval_set[:17])]
+    return train_set, held_out, model, loss_fn, optimizer
+
+
+def around_write_log(write_log, path, rows):
+    write_log(f"{path}.{utils.get_rank()}", rows)
+
+
+class Trainer:
+    def train(self, *arguments):
+        super().train(*arguments)
+        write("noted", noted)
+
+    def _run_epoch(self, epoch):
+        result = super()._run_epoch(epoch)
+        workers = torch.multiprocessing.active_children()
+        noted["workers"].append({x.pid: x._start_method for x in workers})
+        return result
+
+    def _run_batch(self, source, targets):
+        noted["images"] += source.double().sum(1).tolist()
+        noted["rates"].append(self.optimizer.param_groups[0]["lr"])
+        loss = super()._run_batch(source, targets)
+        norms = [x.grad.norm() for x in self.model.parameters()]
+        noted["norms"].append(torch.stack(norms).norm().item())
+        return loss

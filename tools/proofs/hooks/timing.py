@@ -1,0 +1,37 @@
+"""Something takes longer than usual, or is waited for less long."""
+
+import os
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from hooks import replace
+
+import utils
+
+
+def after(seconds):
+    def slowly(inner, *arguments):
+        time.sleep(seconds)
+        return inner(*arguments)
+
+    return slowly
+
+
+def slow_steps(script):
+    """Each step takes STEP_S seconds longer."""
+    replace(script["Trainer"], "_run_batch", after(float(os.environ["STEP_S"])))
+
+
+def slow_save(_):
+    """To write a snapshot takes 4 s longer."""
+    replace(utils, "save_atomically", after(4))
+
+
+def quick_stores(_):
+    """A store that nobody hosts is waited for 10 s, and not five minutes."""
+
+    def quickly(store, *arguments, **options):
+        return store(*arguments, **options | {"timeout": timedelta(seconds=10)})
+
+    replace(dist, "TCPStore", quickly)

@@ -1,0 +1,111 @@
+"""The scripts: every script whose docstring names its parent, found by listing folders.
+
+`SCRIPTS` is {name: parent's name, or None}; `EDGES` is [(parent, child)]. A name is a
+path from the root of the repository, such as `variants/preemptible.py`.
+
+One more diff is explained line by line, that of the two models in mingpt/: `PARENTS`
+and `ALL_EDGES` hold it as well. It is no script, and tests of scripts leave it out.
+
+`FRAMEWORKS` is {name: names of scripts}: a framework puts the lines of several scripts
+into one. Its docstring has the line `Made of: single_gpu.py, multigpu.py` instead.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class InputError(Exception):
+    """Bad input: its message is the one line to print before exit status 2."""
+
+
+def read_lines(name):
+    """The lines of a text file of the repository, or InputError. Ends are cut off."""
+    try:
+        text = (ROOT / name).read_text()
+    except OSError as error:
+        raise InputError(f"{name}:1: cannot be read: {error}") from None
+    return text.removesuffix("\n").split("\n")
+
+
+def docstring(path):
+    """The text of a script's docstring, or "" if it does not begin with one.
+
+    Read as text and not parsed, so that a script with a syntax error has one as well.
+    """
+    text = Path(path).read_bytes().decode(errors="replace")
+    found = re.match(r"""(?:#[^\n]*\n|\s)*("{3}|'{3})(.*?)\1""", text, re.S)
+    return found[2] if found else ""
+
+
+def summary(name):
+    """The first sentence of a script's docstring, without the full stop."""
+    return docstring(ROOT / name).split(". ")[0]
+
+
+def commands(name):
+    """The shell commands in the script's docstring, as lists of words."""
+    lines = docstring(ROOT / name).splitlines()
+    starts = ("python ", "torchrun ")
+    lines = [line for line in lines if line.startswith(starts)]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def find(pattern):
+    """{name: the pattern's match} of the docstrings of all scripts that have it."""
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")])
+    found = {str(x.relative_to(ROOT)): re.search(pattern, docstring(x)) for x in paths}
+    return {name: match for name, match in found.items() if match}
+
+
+NAMED = {name: match[1] for name, match in find(r"Parent: (\S+)").items()}
+SCRIPTS = {name: None if x == "none" else x for name, x in NAMED.items()}
+EDGES = [(parent, child) for child, parent in SCRIPTS.items() if parent]
+FRAMEWORKS = {
+    name: re.split(r",\s+", match[1])
+    for name, match in find(r"(?m)^Made of: (.+(?:(?<=,)\n.+)*)$").items()
+}
+PARENTS = SCRIPTS | {"mingpt/modern.py": "mingpt/model.py"}
+ALL_EDGES = [(parent, child) for child, parent in PARENTS.items() if parent]
+
+
+def check_scripts():
+    """Raise InputError unless each script names its parent."""
+    for path in ROOT.glob("variants/**/*.py"):
+        name = str(path.relative_to(ROOT))
+        if name not in {*SCRIPTS, *FRAMEWORKS} and path.name != "__init__.py":
+            raise InputError(
+                f"{name}:1: the docstring names no parent (Parent: multinode.py)"
+            )
+
+
+def ancestry(name):
+    """Where a script stands in the tree: its ancestors' names, then its own."""
+    path = []
+    while name:
+        path, name = [name, *path], SCRIPTS.get(name)
+    return path
+
+
+def trunk():
+    """The scripts of the root, from the first to the last."""
+    return sorted((name for name in SCRIPTS if "/" not in name), key=ancestry)
+
+
+def variants():
+    """The other scripts, those of the first script of the root first."""
+    others = (name for name in SCRIPTS if "/" in name)
+    return sorted(others, key=lambda x: (trunk().index(root_of(x)), ancestry(x)))
+
+
+def root_of(name):
+    """The last script of the root that a script comes from."""
+    return [x for x in ancestry(name) if "/" not in x][-1]
+
+
+def own_tests(name):
+    """The file of the tests that are about this script alone."""
+    prefix = "" if name in SCRIPTS else "gpt_"
+    return f"tests/test_{prefix}{Path(name).stem}.py"

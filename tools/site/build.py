@@ -1,0 +1,299 @@
+"""Fill the documents in from the code: diffs, the table of scripts, printed output.
+
+    python -m tools.site.build           fill in what is between markers; run commands
+    python -m tools.site.build --check   change nothing, and fail if anything is stale
+    ... --diffs                          the diffs and tables alone, without running
+    ... --only troubleshooting           one page
+
+The markers are comments, so that the pages read well wherever Markdown is shown:
+
+    <!-- diff (show `x` `y`) OLD NEW -->    the changed lines that match x or y (regular
+                                            expressions)
+    <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them; of
+                                            several, `Class.method: text` is one
+    <!-- scripts -->                          the table of the scripts
+    <!-- contents -->                       the list of all pages, by group
+    <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
+                                            repository, on the CPU; it must end well
+    <!-- run (exit status 1) COMMAND -->    ... or with this exit status
+    <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
+                                            expressions); what is cut is marked [...]
+    <!-- run with `old` as `new`: COMMAND -->   ... with a fault put into its script,
+                                            X.py, -m variants.X or -m mingpt.X
+                                            (several faults: several `with`)
+    <!-- end -->                            below each of these
+    <!-- file NAME -->                      the fence below is this file for commands
+    <!-- not run here: REASON -->           the commands of the fence below are not run
+
+A heading over hunks is their explanation: it says in prose what they do, and its last
+line links to tests that fail without them. Where a change carries an idea, the prose is
+**What.** ... **Why.** ... **Without it.** ..., in this order. Every hunk of every diff
+from a script to its child has exactly one heading. Each command of an `sh` fence is run
+and must end with exit status 0 (1 for diff). The pages are README.md, CONTRIBUTING.md
+and all under docs/. Run it from the root of the repository.
+
+Bad input ends with one line that names the file and the line, exit status 2, and no
+file changed. Exit status 1: something is stale, or a command failed.
+"""
+
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+
+from tools import cli
+from tools.diffs import changed_lines, hunks
+from tools.pages import (
+    GROUPS,
+    TESTS,
+    explanations,
+    linked_tests,
+    page_names,
+    parse,
+    right_output,
+    title,
+)
+from tools.scripts import (
+    ALL_EDGES,
+    PARENTS,
+    ROOT,
+    SCRIPTS,
+    InputError,
+    ancestry,
+    check_scripts,
+    read_lines,
+    summary,
+    trunk,
+)
+from tools.site.commands import run_all, same
+
+PARTS = ["What", "Why", "Without it"]  # of an explanation, as far as it has them
+FIRST_CHAPTER = "1_single_gpu"  # it reads the script that has no parent
+
+# What stands between the markers
+
+
+def shown_lines(block):
+    """The changed lines that match, below the name of what they stand in."""
+    lines, above, left = [], "", set(block.show)
+    for hunk in hunks(block.old, block.new):
+        for line in hunk.lines:
+            if found := {x for x in block.show if re.search(x, line)}:
+                place = f"@@ in {hunk.scope or block.new} @@"
+                lines += [line] if place == above else [place, line]
+                above, left = place, left - found
+    if left:
+        raise block.wrong(f"no changed line matches {', '.join(sorted(left))}")
+    return ["```diff", *lines, "```"]
+
+
+CONTEXT = 2  # unchanged lines around a hunk
+
+
+def hunk_diff(block):
+    """The block's hunks, each under a line that numbers and places it."""
+    there, new = hunks(block.old, block.new), read_lines(block.new)
+    changed = {
+        number
+        for hunk in there
+        for number in range(hunk.new_start, hunk.new_start + len(hunk.added))
+    }
+
+    def unchanged(numbers):
+        near = itertools.takewhile(lambda number: number not in changed, numbers)
+        lines = [f" {new[number - 1]}" for number in near if 0 < number <= len(new)]
+        while lines and not lines[-1].strip():
+            lines.pop()
+        return lines
+
+    lines = []
+    for hunk in block.hunks:
+        start, end = hunk.new_start, hunk.new_start + len(hunk.added)
+        before = unchanged(range(start - 1, start - 1 - CONTEXT, -1))[::-1]
+        after = unchanged(range(end, end + CONTEXT))
+        where = f" in {hunk.scope}" if hunk.scope else ""
+        where = f"{block.new} line {start}{where}"
+        lines += [f"@@ change {hunk.number} of {len(there)}: {where} @@"]
+        lines += [*before, *hunk.lines, *after]
+    return ["```diff", *lines, "```"]
+
+
+def link(block, text, target):
+    path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
+    return f"[{text}]({path})"
+
+
+def contents(block):
+    """The list of all pages."""
+    lines = []
+    for group, names in GROUPS.items():
+        links = [link(block, title(name), f"docs/{name}.md") for name in names]
+        lines.append(f"- **{group}**: {' · '.join(links)}")
+    return lines
+
+
+def chapters(name, explained):
+    """The names of the pages that explain a script."""
+    if name == trunk()[0]:
+        return [FIRST_CHAPTER]
+    found = explained.get((PARENTS.get(name), name), {}).values()
+    return [*dict.fromkeys(page for page, _, _ in found)]
+
+
+def scripts_table(block, explained):
+    """The map: every script, what it does, what it changes, where that is explained."""
+    lines = [
+        "| script | what it does | changed lines | explained in |",
+        "|---|---|---|---|",
+    ]
+    for name in [*sorted(SCRIPTS, key=ancestry), *(PARENTS.keys() - SCRIPTS.keys())]:
+        parent, what = PARENTS[name], summary(name)
+        size = "(start here)"
+        if parent:
+            size = f"{len(changed_lines(parent, name))}, compared with {parent}"
+        names = chapters(name, explained)
+        where = ", ".join(link(block, title(x), f"docs/{x}.md") for x in names)
+        lines.append(f"| {link(block, name, name)} | {what} | {size} | {where} |")
+    return lines
+
+
+# Explanations
+
+
+def check_explanations(pages):
+    """Every hunk of every edge has one heading, which says what it must."""
+    problems, found = [], explanations(pages)
+    for old, new in {**dict.fromkeys(ALL_EDGES), **found}:
+        for hunk in hunks(old, new):
+            if hunk.number not in found.get((old, new), {}):
+                at = f"{old}:{hunk.old_start}"
+                if hunk.added:
+                    at = f"{new}:{hunk.new_start}"
+                problems.append(f"{at}: no chapter explains {hunk.lines}")
+    for page in pages:
+        seen = {}
+        for block in page.blocks:
+            if not block.hunks or (block.old, block.new) not in ALL_EDGES:
+                continue
+            at = f"{page.name}:{block.line}"
+            if block.anchor in seen:
+                problems.append(f"{at}: a second diff under one heading")
+            seen[block.anchor] = block
+            section = page.section(block)
+            if not is_explained(section):
+                parts = "prose, or **What.** ... **Why.** ... **Without it.** ..."
+                problems.append(f"{at}: the explanation must be {parts}")
+            if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
+                line = "Tests: [test_name](../tests/test_file.py), ..."
+                problems.append(f"{at}: the last line of the section must be {line}")
+            missing = [name for name in linked_tests(section) if not is_test(name)]
+            problems += [f"{at}: there is no {name}" for name in missing]
+    return problems
+
+
+def is_explained(section):
+    """Whether it has prose, and of PARTS each at most once, in order and not empty."""
+    generated = r"^(#|<!--|Tests: |With \S+ changed: ).*$"
+    prose = re.sub(generated, "", section, flags=re.M).strip()
+    parts = re.findall(rf"\*\*({'|'.join(PARTS)})\.\*\*", prose)
+    texts = re.split(rf"\*\*(?:{'|'.join(PARTS)})\.\*\*", prose)[1:]
+    in_order = parts == [x for x in PARTS if x in parts]
+    return bool(prose) and in_order and all(x.strip() for x in texts)
+
+
+def check_partners(pages):
+    """A wrong output is shown beside the right one, which must be on the same page.
+
+    Only where the command ends well with the fault in it, too: that mistake is silent.
+    """
+    problems = []
+    for page in pages:
+        runs = [block for block in page.blocks if block.kind == "run"]
+        right = [right_output(page, block) for block in runs]
+        explaining = {block.anchor for block in page.blocks if block.hunks}
+        for block, other in zip(runs, right, strict=True):
+            silent = block.faults and not block.status and block.anchor in explaining
+            if silent and not other and block not in right:
+                what = "no block of this page has its output without the fault"
+                problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
+    return problems
+
+
+def is_test(name):
+    path, _, function = name.partition("::")
+    path = ROOT / path
+    return path.is_file() and f"def {function}(" in path.read_text()
+
+
+# The whole
+
+
+def fill(page, outputs, explained):
+    """The page's lines with all blocks filled in; outputs {(page, line): a fence}."""
+    lines = list(page.lines)
+    for block in reversed(page.blocks):
+        between = lines[block.line : block.end]
+        if block.kind == "run":
+            made = outputs.get((page.name, block.line), between)
+            made = between if same(between, made) else made
+        elif block.kind == "scripts":
+            made = scripts_table(block, explained)
+        elif block.kind == "contents":
+            made = contents(block)
+        else:
+            made = hunk_diff(block) if block.hunks else shown_lines(block)
+        lines[block.line : block.end] = made
+    return lines
+
+
+def main():
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--diffs", action="store_true", help="run no command")
+    parser.add_argument("--only", help="the page's name, with or without folder")
+    args = parser.parse_args()
+    try:
+        return build(args)
+    except InputError as error:
+        return cli.error(error)
+
+
+def build(args):
+    check_scripts()
+    pages = [parse(name) for name in page_names()]
+    explained = explanations(pages)
+    problems = check_explanations(pages) + check_partners(pages)
+    if args.only is not None:
+        name = Path(args.only).stem
+        pages = [page for page in pages if name == Path(page.name).stem]
+        if not pages:
+            raise InputError(f"there is no page {args.only}")
+    outputs = {}
+    if not args.diffs:
+        outputs, wrong = run_all(pages)
+        problems += wrong
+    filled = [(page, fill(page, outputs, explained)) for page in pages]
+    stale = [(page, lines) for page, lines in filled if lines != page.lines]
+    if args.check:
+        for page, lines in stale:
+            pairs = enumerate(zip(page.lines, lines, strict=False), 1)
+            differ = (number for number, (old, new) in pairs if old != new)
+            first = next(differ, len(lines))
+            problems.append(f"{page.name}:{first}: stale")
+            problems += [f"  now: {line}" for line in lines[first - 1 : first + 2]]
+    else:
+        write({page.name: lines for page, lines in stale})
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def write(pages):
+    for name, lines in pages.items():
+        (ROOT / name).write_text("\n".join(lines) + "\n")
+        print(f"{name}: filled in")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Run the commands of the documents, and compare what they print."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.files import copy_tree, edit
+from tools.pages import Block, Page
+from tools.proofs.processes import TimedOut, clean_env, left_over
+from tools.scripts import FRAMEWORKS, ROOT, SCRIPTS, docstring
+
+CUT = "[...]"  # stands for lines that are not shown
+TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
+PATIENCE_S = 0.2  # for processes that are about to end when their command has ended
+COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
+
+VARIES = [
+    r"[\d,]+(?= (?:samples|tokens)/s)",
+    r"\d+% of [\d.]+(?= TFLOP/s)",
+    r"\d+ min \d+(?= s left)",
+    r"\d+\.\d+ ?m?s\b",
+    r"\d+\.\d+(?= small all-reduces)",
+    r"(?<=pid: )\d+",
+    r"(?<=port )\d+",
+    r"(?<=:)\d{4,5}\b",
+    r"0x[0-9a-f]+",
+    r"(?<=line )\d+",
+    r"\b\w*\d[\w-]*(?=\]:)",
+    r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*",
+    r"\b[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+",
+    r"/\S*/(?=\S)",
+]
+
+
+def same(one, other):
+    """Whether two outputs agree: words exactly, numbers to 0.1 %, what varies not.
+
+    Nor where lines were cut: of several processes, they come in any order.
+    """
+
+    def parts(lines):
+        text = "\n".join(line for line in lines if line != CUT)
+        for pattern in VARIES:
+            text = re.sub(pattern, "~", text)
+        number = r"\d+\.\d+"
+        return re.sub(number, "#", text), [
+            float(word) for word in re.findall(number, text)
+        ]
+
+    (words, numbers), (other_words, others) = parts(one), parts(other)
+    if (CUT in one) != (CUT in other):
+        return False
+    return words == other_words and all(
+        abs(a - b) <= 1e-3 * max(abs(a), abs(b))
+        for a, b in zip(numbers, others, strict=True)
+    )
+
+
+# One program of ours, with nothing that is left to a shell: it runs in a fork.
+OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
+PLAIN = rf"(\w+=\S+ )*({OURS})( [\w./:=-]+)*"
+# Those that send signals or look at processes need real ones. So do those that fail,
+# because a traceback of a fork shows also what has made the fork.
+REAL = r"\bkill\b|\bgetppid\b"
+
+
+@dataclass
+class Command:
+    """A command of a page; `block` is its marker if it has one."""
+
+    page: Page
+    line: int
+    text: str
+    block: Block | None = None
+
+    def is_plain(self):
+        faults = [new for _, new in self.block.faults] if self.block else []
+        files = [text for name, text in self.page.files.items() if name in self.text]
+        is_real = re.search(REAL, "\n".join([self.text, *faults, *files]))
+        ends_well = not self.block or not self.block.status
+        return bool(ends_well and not is_real and re.fullmatch(PLAIN, self.text))
+
+
+def run(command, tree):
+    """(exit status, output) of a Command in a fresh copy of the folder `tree`.
+
+    Status 124: it did not end, or left processes behind; they are ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(tree, copy)
+        for name, text in command.page.files.items():
+            (copy / name).write_text(text)
+        if command.block and command.block.faults:
+            edit(copy / command.block.script, *command.block.faults)
+        if command.is_plain():
+            status, output = run_in_fork(shlex.split(command.text), copy)
+        else:
+            status, output = run_in_shell(command.text, copy, folder)
+        return status, output.replace(str(copy), "~")
+
+
+def run_in_fork(words, cwd):
+    from tools.proofs.warm import Fork  # it imports torch
+
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        env[name] = value
+    fork = Fork(words, cwd, merged=True, **env)
+    try:
+        status, output, _ = fork.finish(TIMEOUT_S)
+    except TimedOut as error:
+        return 124, str(error)
+    with contextlib.suppress(ProcessLookupError):  # as it should be
+        os.killpg(fork.pid, signal.SIGKILL)
+        status = 124
+    return status, output
+
+
+def run_in_shell(text, cwd, folder):
+    """Of a pipe, the last exit status that is not 0 counts."""
+    output = Path(folder, "output")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with open(output, "wb") as out:
+        process = subprocess.Popen(
+            ["bash", "-o", "pipefail", "-c", text],
+            cwd=cwd,
+            env=clean_env(PATH=path, CUDA_VISIBLE_DEVICES="", MARK=folder),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = 124
+            out.write(f"no end within {TIMEOUT_S} s\n".encode())
+    for pid in left_over(folder, PATIENCE_S):
+        status = 124
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    return status, output.read_bytes().decode(errors="replace")
+
+
+def console(block, output):
+    """The console fence of a `run` marker."""
+    changes = [
+        f"`{new}` instead of `{old}`" if new else f"without `{old}`"
+        for old, new in block.faults
+    ]
+    above = []
+    if changes:
+        above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
+    shown = [line.rstrip() for line in output.splitlines()]
+    lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
+    return [*above, "```console", *lines, "```"]
+
+
+def cut(lines, patterns):
+    """Only the lines that match a pattern; CUT for each stretch that is left out."""
+    kept = []
+    for line in lines:
+        if any(re.search(pattern, line) for pattern in patterns):
+            kept.append(line)
+        elif kept[-1:] != [CUT]:
+            kept.append(CUT)
+    return kept
+
+
+def what_is_wrong(block, status, output):
+    """Why this is no output to show, or "" if it is."""
+    if status != (block.status if block else 0):
+        return f"exit status {status}"
+    if block and not output.strip():
+        return "prints nothing"
+    if block and block.show and cut(output.splitlines(), block.show) == [CUT]:
+        return "no line of what it prints is to be shown"
+    return ""
+
+
+def commands_of(pages):
+    """Every Command of the pages but those in docstrings of scripts.
+
+    tests/test_training.py::test_learns runs those, and a framework's own tests.
+    """
+    names = *SCRIPTS, *FRAMEWORKS
+    tested = "\n".join(docstring(ROOT / name) for name in names).splitlines()
+    found = []
+    for page in pages:
+        for block in page.blocks:
+            if block.kind == "run":
+                found.append(Command(page, block.line, block.text, block))
+        for line, text, why_not_run in page.commands:
+            if not why_not_run and text not in tested:
+                found.append(Command(page, line, text))
+    return found
+
+
+def timed(command, tree):
+    """What `run` returns, and the seconds that it took. What hangs is run once more."""
+    start = time.monotonic()
+    result = run(command, tree)
+    if "no end within" in result[1]:
+        print(f"{command.text}\n{result[1]}", file=sys.stderr)
+        result = run(command, tree)
+    return *result, time.monotonic() - start
+
+
+def run_all(pages):
+    """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
+    from tools.proofs import warm
+
+    warm.FRESH_THREADS = 1  # two commands at a time share the machine
+    outputs, problems = {}, []
+    # Shells take longest: they are the first, so that none is left to the end alone.
+    commands = sorted(commands_of(pages), key=lambda command: command.is_plain())
+    with contextlib.ExitStack() as stack:
+        tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        copy_tree(tree)
+        # Each worker is a process without threads, so that it may fork.
+        forked = multiprocessing.get_context("fork")
+        pool = stack.enter_context(ProcessPoolExecutor(2, mp_context=forked))
+        jobs = [(pool.submit(timed, x, tree), x) for x in commands]
+        for job, command in jobs:
+            status, output, seconds = job.result()
+            at = f"{command.page.name}:{command.line}: {command.text}"
+            print(f"{at}: exit status {status}, {seconds:.1f} s", flush=True)
+            block = command.block
+            if not block and re.match(COMPARE, command.text) and status == 1:
+                status = 0
+            wrong = what_is_wrong(block, status, output)
+            if wrong:
+                problems.append(f"{at}: {wrong}\n{output}".rstrip())
+            elif block:
+                outputs[command.page.name, block.line] = console(block, output)
+    return outputs, problems

@@ -1,0 +1,165 @@
+"""The chapters' diffs and explanations, as HTML.
+
+A diff of a chapter gets the colours of its language, and its changed words are marked.
+On the pages of two scripts side by side, an explanation is what stands under a heading
+of a chapter, without the heading and its diff. A recorded output with a fault in the
+script becomes a switch: the reader flips between it and the right output, which another
+block of the chapter has for the same command.
+"""
+
+import functools
+import re
+from html import escape
+from itertools import groupby, pairwise
+from urllib.parse import urljoin, urlsplit
+
+from docutils import nodes
+
+from tools.diffs import hunks
+from tools.pages import parse, right_output
+from tools.site.commands import VARIES, same
+from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
+
+
+def dress(app, doctree):
+    """In a chapter: diffs in colour, and switches between wrong and right outputs."""
+    docname = app.env.docname
+    page = parse(f"docs/{docname}.md")
+    raws = {x.astext().strip(): x for x in doctree.findall(nodes.raw)}
+    runs = [x for x in page.blocks if x.kind in ("diff", "run")]
+    at = {x.line: raws[page.lines[x.line - 1]] for x in runs}
+    below = {"siblings": True, "descend": False}
+    fences = {x: raw.next_node(nodes.literal_block, **below) for x, raw in at.items()}
+    explaining = {x.anchor for x in page.blocks if x.hunks}
+    rights = {x.line: right_output(page, x) for x in runs if x.faults}
+    shown_as_right = [x.line for x in rights.values() if x]
+    for block in runs:
+        right, fence = rights.get(block.line), fences[block.line]
+        if block.kind == "diff":
+            html = diff_html(block.old, block.new, fence.astext().splitlines())
+            fence.replace_self(nodes.raw("", html, format="html"))
+        elif right and block.anchor in explaining and block.line not in shown_as_right:
+            shown = switch(block, right, fences[right.line].astext(), fence.astext())
+            shown["id"] = f"flip-{docname}-{block.line}"
+            html = app.builder.templates.render("flip.html", shown)
+            fence.replace_self(nodes.raw("", html, format="html"))
+            above = at[block.line].next_node(**below)
+            above.parent.remove(above)
+
+
+@functools.cache
+def tokens_by_text(name):
+    lines = token_lines(name)
+    return {"".join(text for _, text in line).rstrip("\n"): line for line in lines}
+
+
+def diff_html(old, new, lines):
+    """A diff with the colours of its language, and its changed words marked."""
+    runs = [(sign, [*x]) for sign, x in groupby(lines, lambda line: line[:1])]
+    html, marks = "", ({}, {})
+    for (sign, run), (next_sign, after) in pairwise([*runs, ("", [])]):
+        if sign != "+":
+            run_after = after if (sign, next_sign) == ("-", "+") else []
+            marks = marks_of(*([x[1:] for x in some] for some in (run, run_after)))[1]
+        tag = {"-": "del", "+": "ins", "@": "b"}.get(sign, "span")
+        for i, line in enumerate(run):
+            tokens = tokens_by_text(old if sign == "-" else new)
+            tokens = tokens.get(line[1:], [("", f"{line[1:]}\n")])
+            code = tokens_html(tokens, marks[sign == "+"].get(i, ()))
+            html += f"<{tag}>{sign}{code}</{tag}>"
+    return f'<div class="highlight-diff highlight"><pre>{html}</pre></div>'
+
+
+def switch(block, right, *outputs):
+    """What flip.html shows: the lines, the losses, and both outputs with marks."""
+    losses = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
+    pairs = zip(*(re.findall(losses, x) for x in outputs), strict=False)
+    rows = dict(reversed([(x, (a, b)) for (x, a), (_, b) in pairs]))
+    return {
+        "lines": [x for x in block.faults if x not in right.faults],
+        "scene": right.faults,
+        "rows": sorted(rows.items()),
+        "outputs": [marked(*outputs), marked(*outputs[::-1])],
+    }
+
+
+def masked(text):
+    """A text with a ~ for each character that varies from run to run."""
+    for pattern in VARIES:
+        text = re.sub(pattern, lambda x: "~" * len(x[0]), text)
+    return text
+
+
+def marked(text, other):
+    """The HTML of an output, with marks where it has words that the other has not."""
+    html, done, words = "", 0, masked(other).split()
+    for word in re.finditer(r"[^\s~]+", masked(text)):
+        if not any(same([word[0]], [x]) for x in words):
+            html += escape(text[done : word.start()], False)
+            html += f"<mark>{escape(text[slice(*word.span())], False)}</mark>"
+            done = word.end()
+    return html + escape(text[done:], False)
+
+
+class Explainer:
+    """`why(page, anchor)`: what a chapter says under a heading."""
+
+    def __init__(self, app):
+        self.app = app
+        self.doctree = functools.cache(self.doctree)
+        self.why = functools.cache(self.why)
+
+    def doctree(self, page):
+        return self.app.env.get_and_resolve_doctree(page, self.app.builder)
+
+    def why(self, page, anchor):
+        sections = self.doctree(page).findall(nodes.section)
+        section = next(x for x in sections if x.get("slug") == anchor)
+        (block,) = [
+            x for x in parse(f"docs/{page}.md").blocks if x.hunks and x.anchor == anchor
+        ]
+        skipped = nodes.title, nodes.section
+        html = "".join(
+            self.html(page, x)
+            for x in section.children
+            if not isinstance(x, skipped)
+            and not re.match(
+                "<!--|<p class=.beside|<div class=.highlight-diff", x.astext()
+            )
+        )
+        what, without, rest = html.partition("<p><strong>Without it.</strong>")
+        return {
+            "heading": section.next_node(nodes.title).astext(),
+            "link": f"../{page}.html#{anchor}",
+            "chapter": self.app.env.titles[page].astext(),
+            "step": (block.old, block.new),
+            "html": [x for x in (what, without + rest) if x],
+            "flips": "<fieldset" in html,
+        }
+
+    def html(self, page, node):
+        """A node as it is shown on a page of another folder, without ids."""
+        node = node.deepcopy()
+        for element in node.findall(nodes.Element):
+            element["ids"] = []
+            uri = element.get("refuri") or "#" + element.get("refid", "")
+            if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
+                element.attributes.pop("refid", None)
+                element["refuri"] = "../" + urljoin(f"{page}.html", uri)
+        return self.app.builder.render_partial(node)["fragment"].strip()
+
+
+def once(old, new, whys):
+    """`whys` with each text at its largest hunk below the imports, and links to it."""
+    home = {}
+    order = sorted(hunks(old, new), key=lambda x: (in_head(x, old, new), -len(x.lines)))
+    for hunk in order:
+        for why in whys[hunk.number]:
+            home.setdefault(why["link"], hunk.number)
+    return {
+        number: [
+            why if home[why["link"]] == number else why | {"at": home[why["link"]]}
+            for why in some
+        ]
+        for number, some in whys.items()
+    }

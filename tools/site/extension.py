@@ -1,0 +1,179 @@
+"""The Sphinx extension that makes the site from the chapters and the scripts.
+
+It leaves the Markdown as a code host shows it, and adds what only a site can have: the
+sidebar, a page for every two scripts side by side, and a page for every file of the
+repository that a chapter links to.
+"""
+
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+
+from tools import cli, pages
+from tools.diffs import changed_lines, hunks
+from tools.scripts import (
+    ALL_EDGES,
+    PARENTS,
+    ROOT,
+    SCRIPTS,
+    InputError,
+    ancestry,
+    read_lines,
+)
+from tools.site.build import chapters
+from tools.site.explain import Explainer, dress, once
+from tools.site.home import home
+from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
+
+
+def check_pages(app):
+    """A wrong marker ends the build with one line, and not with Sphinx's fifty."""
+    try:
+        pages.explanations()
+    except InputError as error:
+        cli.error(error)
+
+
+def read_all(app, env, docnames):
+    """Every build reads every page: what they show depends on the scripts, too."""
+    docnames[:] = sorted(env.found_docs)
+
+
+def add_links(app, docname, source):
+    """Below each diff and table, links to its pairs; on the first page, the sidebar."""
+    lines = source[0].splitlines()
+    page = pages.parse(f"docs/{docname}.md", lines)
+    blocks = [block for block in page.blocks if block.kind in ("diff", "scripts")]
+    app.env.metadata[docname]["pairs"] = [
+        (block.old, block.new) for block in blocks if block.old
+    ]
+    for block in reversed(blocks):
+        links = ", ".join(f'<a href="{url}">{text}</a>' for url, text in beside(block))
+        text = f'<p class="beside">Side by side: {links}</p>'
+        lines[block.end + 1 : block.end + 1] = ["", text, ""]
+    if docname == app.config.root_doc:
+        for group, names in pages.GROUPS.items():
+            names = ["self" if name == docname else name for name in names]
+            lines += ["", "```{toctree}", ":hidden:", f":caption: {group}", ""]
+            lines += [*names, "```"]
+    source[0] = "\n".join(lines) + "\n"
+
+
+def beside(block):
+    """[(address, text)] of what shows a block's diff, or any two scripts."""
+    if block.kind == "scripts":
+        return [("side_by_side/index.html", "any two of the scripts")]
+    url = f"{page_of(block.old, block.new)}.html"
+    total = len(hunks(block.old, block.new))
+    changes = [
+        (f"{url}#hunk-{x.number}", f"change {x.number} of {total}") for x in block.hunks
+    ]
+    return changes or [(url, f"{block.old} and {block.new}")]
+
+
+def link_files(app, doctree):
+    """A link to a file of the repository leads to a page of the site that shows it."""
+    shown = app.env.metadata[app.env.docname]["files"] = []
+    links = list(doctree.findall(addnodes.download_reference))
+    links += doctree.findall(addnodes.pending_xref)
+    for node in links:
+        target = node["reftarget"]
+        if isinstance(node, addnodes.pending_xref):
+            if node["refdomain"] != "doc" or target in app.env.found_docs:
+                continue
+            target += ".md"  # MyST takes README.md for a page
+        name = str(Path(app.srcdir, target).resolve().relative_to(ROOT))
+        shown.append(name)
+        url = f"source/{name}.html{line_of(name, node.astext())}"
+        node.replace_self(nodes.reference("", "", *node.children, refuri=url))
+
+
+def line_of(name, text):
+    """The address of the function or class of this name in a Python file, or ""."""
+    if name.endswith(".py") and text.isidentifier():
+        for number, line in enumerate(read_lines(name), 1):
+            if re.match(rf"(?:async )?(?:def|class) {text}\b", line):
+                return f"#L{number}"
+    return ""
+
+
+def make_pages(app):
+    """The pages that are not made from Markdown."""
+    explained = pages.explanations()
+    scripts = sorted(SCRIPTS, key=ancestry)
+    common = {
+        "scripts": scripts,
+        "edges": ALL_EDGES,
+        "ancestry": ancestry,
+        "slug": slug,
+        "page_of": page_of,
+        "chapters": {name: chapters(name, explained) for name in PARENTS},
+        "title_of": pages.title,
+    }
+    yield "index", common | home(explained), "home.html"
+    pairs = [(old, new) for old in scripts for new in scripts if old != new]
+    metadata = app.env.metadata.values()
+    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
+    pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
+    sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
+    table = {"title": "Compare any two", "sizes": sizes}
+    yield "side_by_side/index", common | table, "table_of_pairs.html"
+    explainer = Explainer(app)
+    for old, new in pairs:
+        places = explain(old, new, explained)
+        whys = {
+            n: [explainer.why(page, anchor) for page, _, anchor in some]
+            for n, some in places.items()
+        }
+        whys = once(old, new, whys)
+        context = common | {
+            "title": f"{old} and {new} side by side",
+            "old": old,
+            "new": new,
+            "size": sizes[old, new],
+            "count": len(hunks(old, new)),
+            "parts": parts(old, new, whys),
+        }
+        yield page_of(old, new), context, "side_by_side.html"
+    linked = {name for data in metadata for name in data.get("files", [])}
+    for name in sorted(linked.union(*pairs)):
+        context = common | {
+            "title": name,
+            "parent": PARENTS.get(name),
+            "lines": "".join(plain_lines(name)),
+        }
+        yield f"source/{name}", context, "source.html"
+
+
+def add_to_page(app, pagename, templatename, context, doctree):
+    # The name of the site leads to its start page, not to the first chapter.
+    context["master_doc"] = "index"
+    if doctree:
+        text = next(doctree.findall(nodes.paragraph)).astext()
+        context["description"] = " ".join(text.split())
+    if pagename.startswith(("side_by_side/", "source/")):
+        app.add_css_file("side_by_side.css", priority=900)
+        app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+
+
+def write_sitemap(app, exception):
+    """For search engines, where the address of the site is known."""
+    if app.config.html_baseurl and not exception:
+        names = sorted(x.relative_to(app.outdir) for x in app.outdir.rglob("*.html"))
+        urls = [f"{app.config.html_baseurl.rstrip('/')}/{x}\n" for x in names]
+        (app.outdir / "sitemap.txt").write_text("".join(urls))
+
+
+def setup(app):
+    app.connect("builder-inited", check_pages)
+    app.connect("env-before-read-docs", read_all)
+    app.connect("source-read", add_links)
+    # Before Sphinx copies the files that are linked to (500).
+    app.connect("doctree-read", link_files, priority=400)
+    app.connect("doctree-read", dress)
+    app.connect("html-collect-pages", make_pages)
+    app.connect("html-page-context", add_to_page)
+    app.connect("build-finished", write_sitemap)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,77 @@
+// After site.js, on the pages that show scripts.
+"use strict";
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Pages that are opened from a file may have no clipboard.
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text;
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}
+
+for (const button of all("[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const text = all(button.dataset.copy).map((x) => x.textContent).join("");
+    const status = button.parentElement.querySelector("[role=status]");
+    status.textContent = "";
+    const done = await copy(text);
+    button.focus({ preventScroll: true });
+    // After a moment, or the same words a second time would not be read out.
+    const message = done ? "Copied." : "Not copied: mark the text and copy it by hand.";
+    setTimeout(() => (status.textContent = message), 50);
+  });
+}
+
+// Buttons that open all folds, or all explanations, and close them again.
+for (const button of all("[data-open]")) {
+  button.addEventListener("click", () => {
+    const boxes = all(button.dataset.open);
+    const open = boxes.some((x) => !x.open);
+    for (const details of boxes) details.open = open;
+    [button.textContent, button.dataset.text] = [button.dataset.text, button.textContent];
+  });
+}
+
+// One column or two: the choice holds for all pages.
+const one = document.querySelector("[data-one]");
+if (one) {
+  one.checked = localStorage.getItem("one-column") === "true";
+  one.addEventListener("change", () => localStorage.setItem("one-column", one.checked));
+}
+
+const names = document.querySelector(".names");
+names?.addEventListener("change", () => {
+  const [from, to] = [names.elements.old.value, names.elements.new.value];
+  if (from === to) location.href = names.querySelector("[aria-label^=Swap]").href;
+  else location.href = `${from}--${to}.html`;
+});
+// The choice that is shown is that of the page, also when one comes back to it.
+addEventListener("pageshow", () => names?.reset());
+
+// A selection stays in the column that it began in.
+document.querySelector(".highlight")?.addEventListener("pointerdown", ({ target, currentTarget }) => {
+  currentTarget.dataset.select = target.closest(".lines pre")?.className;
+});
+
+// The keys lead to the change after, or before, the one at the top of the page.
+const changes = all(".hunk");
+const keys = document.querySelector("[data-keys]");
+const fields = "select, textarea, input:not([type=checkbox], [type=radio])";
+addEventListener("keydown", (event) => {
+  const step = { n: 1, p: -1 }[event.key];
+  if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest?.(fields)) return;
+  const target = changes.findIndex((x) => x.matches(":target"));
+  const below = changes.filter((x) => x.getBoundingClientRect().top < innerHeight / 2);
+  const goal = changes[(target < 0 ? below.length - 1 : target) + step];
+  if (!goal) return;
+  location.replace(`#${goal.id}`);
+  goal.querySelector("summary, .see a")?.focus({ preventScroll: true });
+});

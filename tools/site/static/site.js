@@ -1,0 +1,64 @@
+// Everything here is an extra: the pages can be read without it.
+"use strict";
+
+const all = (selector) => [...document.querySelectorAll(selector)];
+
+// The theme opens its drawers with labels, which no key can reach.
+for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
+  const box = document.getElementById(label.htmlFor);
+  label.tabIndex = 0;
+  label.setAttribute("role", "button");
+  label.setAttribute("aria-label", box.ariaLabel);
+  label.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    label.click();
+  });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") box.checked = false;
+  });
+}
+
+// What scrolls sideways must be within reach of the keys.
+const reach = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
+    else target.removeAttribute("tabindex");
+  }
+});
+const wide = "article pre, article .table-wrapper, article p:has(> img)";
+for (const box of all(wide)) reach.observe(box);
+
+// In a search, a heading with all words of the query comes first: the last is shown first.
+if (typeof Search !== "undefined") {
+  const search = Search._performSearch;
+  Search._performSearch = (query, ...terms) => {
+    const words = query.toLowerCase().replace(/\boom\b/, "out of memory").split(/\s+/);
+    const has = (title) => words.every((x) => ` ${title.toLowerCase()}`.includes(x));
+    const { alltitles, docnames, filenames, titles } = Search._index;
+    const first = Object.entries(alltitles)
+      .filter(([title]) => has(title))
+      .sort(([a], [b]) => b.length - a.length)
+      .flatMap(([title, places]) => places.map(([file, id]) => {
+        const name = titles[file] === title ? title : `${titles[file]} > ${title}`;
+        return [docnames[file], name, id ? `#${id}` : "", null, 100, filenames[file], "title"];
+      }));
+    const known = new Set(first.map((x) => x[0] + x[2]));
+    return [...search(query, ...terms).filter((x) => !known.has(x[0] + x[2])), ...first];
+  };
+  addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const links = all("#search-results li > a");
+    if (!step || !event.target.matches("body, [name=q], #search-results a")) return;
+    const goal = links[links.indexOf(event.target) + step];
+    if (!goal) return;
+    event.preventDefault();
+    goal.focus();
+  });
+}
+
+// Output that shows no command has no button to copy a command.
+addEventListener("load", () => {
+  for (const box of all(".highlight-console"))
+    if (!box.textContent.includes("$ ")) box.querySelector(".copybtn")?.remove();
+});
