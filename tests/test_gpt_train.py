@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from tools.proofs.processes import run
 from tools.proofs.results import load, same_bits, weights
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
@@ -336,7 +337,7 @@ GOLDEN = ROOT / "tests" / "golden"
 #     --compile off (its mingpt.metrics.csv)
 DEFAULT_RUN = ["--data", GOLDEN / "text.txt", "--steps", 80, "--eval-every", 40]
 DEFAULT_RUN += ["--precision", "fp32", "--compile", "off"]
-# AVX-512 moves it by 0.023, because Adam enlarges rounding: the run is held to AVX2.
+# AVX-512 moves it by 0.023 (Adam enlarges rounding), so that the run is held to AVX2.
 # bfloat16 moves it by 0.017.
 TOLERANCE = 0.002
 
@@ -351,10 +352,13 @@ def distance(folder):
 
 
 def default_run(folder, *options, **env):
-    """The preset's own sizes, on a text that is the same with every Python: Done."""
+    """The preset's own sizes, on a text that is the same with every Python: Done.
+
+    No fork: PyTorch asks for the instructions to use once in a process.
+    """
     script = [FAULTS] if env else ["-m", "mingpt.train"]
     env |= {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "ATEN_CPU_CAPABILITY": "avx2"}
-    return Fork(["python", *script, *DEFAULT_RUN, *options], folder, **env).finish()
+    return run(["python", *script, *DEFAULT_RUN, *options], folder, **env)
 
 
 def test_golden_curve(tmp_path):
