@@ -101,6 +101,8 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
         assert len(first) == 2
         assert len(second) == 4 and {*first} < {*second}
         assert {*second.values()} == {"forkserver"}, "forked, they may hang"
+    for rank in noted(two_epochs):
+        assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
 
 
 @pytest.mark.waits

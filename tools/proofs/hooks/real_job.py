@@ -3,6 +3,7 @@
     rates, norms    of each step: the learning rate, and the gradient's norm after it
     images          of each sample that it trained on: the sum of its pixels
     workers         after each epoch's training: {process: how it was started}
+    exits           the exit status of each of them
 
 The loss is LOSS_TIMES as large, 17 samples are held out, a third of them with wrong
 labels, and each rank that writes the log does so in a file of its own:
@@ -34,6 +35,9 @@ def around_write_log(write_log, path, rows):
 class Trainer:
     def train(self, *arguments):
         super().train(*arguments)
+        workers = torch.multiprocessing.active_children()
+        self.train_data._iterator = self.eval_data._iterator = None  # ends its workers
+        noted["exits"] = [x.exitcode for x in workers]
         write("noted", noted)
 
     def _run_epoch(self, epoch):
