@@ -46,7 +46,7 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.utils.data import Dataset
 
-last_seen = {}  # {path: when the snapshot that this process read or wrote was changed}
+last_seen = {}  # {path: its mtime when this process last read or wrote it}
 
 
 class MyTrainDataset(Dataset):
@@ -230,8 +230,8 @@ def check_snapshot(snapshot, model, optimizer, path):
         for name, value in group.items():
             if name not in saved and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
-            other = saved.get(name, value) != value and f"initial_{name}" not in group
-            if other and get_rank() == 0:  # a schedule has "initial_lr" and sets "lr"
+            scheduled = f"initial_{name}" in group  # then a schedule sets it
+            if saved.get(name, value) != value and not scheduled and get_rank() == 0:
                 print(f"{name} is {saved[name]} as in {path}, not {value} as here")
 
 

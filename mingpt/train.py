@@ -148,7 +148,7 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # where it is strided, they are two
+            buffer.copy_(whole)  # contiguous() may have copied it
         loss_sum, tokens = torch.zeros((), device=self.device), 0
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=True)

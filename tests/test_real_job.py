@@ -163,13 +163,17 @@ def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
 
 @pytest.mark.waits
 def test_resumed_with_another_batch_the_schedule_keeps_its_place(failed, tmp_path):
-    """An epoch has twice as many steps then."""
+    """An epoch has twice as many steps then. Another script's snapshot has no log."""
     folder = shutil.copytree(failed, tmp_path / "resumed")
+    snapshot = load(folder / "snapshot.pt")
+    del snapshot["LOG"]
+    torch.save(snapshot, folder / "snapshot.pt")
     script = plant(NAME, tmp_path / "copy", hooks=["real_job"])
     train(script, 5, 2, "--batch-size", 16, cwd=folder)
     steps = 1437 // 32
     expected = pytest.approx(expected_rates(5 * steps)[2 * steps :])
     assert [x["rates"] for x in noted(folder)] == [expected] * 2
+    assert [row["epoch"] for row in rows(folder)] == [3, 4, 5]
 
 
 # The data, and its random numbers

@@ -1,7 +1,7 @@
 """Compute the loss over the whole batch of a machine. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.ddp2 20 5
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
 """
 
 import gc
@@ -77,7 +77,7 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f}"
                 f" | retrieval accuracy {accuracy:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -109,7 +109,7 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # where it is strided, they are two
+            buffer.copy_(whole)  # contiguous() may have copied it
         seen = []
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -273,7 +273,7 @@ def main(args):
         node,
     ).train(args.total_epochs)
     gc.collect()  # or a cycle keeps the groups, whose threads may abort the exit
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # once the Trainer is gone
 
 
 if __name__ == "__main__":

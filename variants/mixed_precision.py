@@ -95,7 +95,7 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
                 f" | skipped steps {self.skipped:.0f}"
             )
-            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -132,7 +132,7 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # where it is strided, they are two
+            buffer.copy_(whole)  # contiguous() may have copied it
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -215,7 +215,7 @@ def main(rank, world_size, port, args):
         args.precision,
         args.clip,
     ).train(args.total_epochs)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # once the Trainer is gone
 
 
 if __name__ == "__main__":
@@ -228,5 +228,5 @@ if __name__ == "__main__":
     parser.add_argument("--clip", type=positive_float, default="inf", help=text)
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
-    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet at a free port
+    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here: keep it
     utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)

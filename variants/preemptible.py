@@ -1,7 +1,7 @@
 """Save at SIGTERM, resume at the same step. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
 """
 
 import os
@@ -75,7 +75,7 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -118,7 +118,7 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # where it is strided, they are two
+            buffer.copy_(whole)  # contiguous() may have copied it
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -213,7 +213,7 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # once the Trainer is gone
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train with a schedule, clipping, accuracy, workers, a log. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.real_job 20 5
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST for --standalone.
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
 """
 
 import math
@@ -83,7 +83,7 @@ class Trainer:
             lr = self.scheduler.get_last_lr()[0]
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
             write_log(f"{self.snapshot_path}.csv", self.log)
-            utils.check_finite(held_out_loss, self)  # of the weights to be saved
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -117,7 +117,7 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # where it is strided, they are two
+            buffer.copy_(whole)  # contiguous() may have copied it
         loss_sum, correct = torch.zeros(2, device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -159,7 +159,7 @@ class Trainer:
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-        self.log = snapshot["LOG"]
+        self.log = snapshot.get("LOG", [])  # other scripts save none
 
 
 def load_digits():
@@ -277,7 +277,7 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # once the Trainer is gone
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ class TrainLoop:
             line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
-            utils.check_finite(self.loss, self)  # of the weights to be saved
+            utils.check_finite(self.loss, self)  # or NaN replaces the snapshot
             if self.scheduler and not self.scheduler_per_step:
                 plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[self.loss] * plateau)
@@ -309,7 +309,7 @@ class TrainLoop:
         if dist.is_initialized():
             for buffer in self.model.buffers():  # ranks' differ; rank 0's are saved
                 dist.broadcast(whole := buffer.contiguous(), src=0)
-                buffer.copy_(whole)  # where it is strided, they are two
+                buffer.copy_(whole)  # contiguous() may have copied it
         results = {name: self._mean_loss(data, self._loss)[0]}
         found = self.predict(data) if self.metrics else ()
         return results | {x: float(f(*found)) for x, f in self.metrics.items()}

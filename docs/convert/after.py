@@ -208,4 +208,4 @@ if __name__ == "__main__":
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     main()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # once the Trainer is gone
