@@ -17,7 +17,7 @@ from tools.proofs import processes, slurm_cluster
 from tools.proofs.results import load, losses, same_bits, weights
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
-from variants.train_loop import Callback, TrainLoop, find_launcher
+from variants.train_loop import BestCheckpoints, Callback, TrainLoop, find_launcher
 
 PYTHON = ["python", "-m", "variants.train_loop"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
@@ -355,6 +355,23 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
 
 
 # Callbacks
+
+
+class Decays(Callback):
+    def __init__(self, optimizer):
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_a_callback_whose_state_is_not_saved_is_told_of(monkeypatch, tmp_path, capsys):
+    """The file of an epoch that a killed run had reached is written again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "best.1.pt").write_text("of a run that was killed")
+    loop = loop_of()
+    loop.callbacks = [Decays(loop.optimizer), BestCheckpoints()]
+    loop.fit(1)
+    told = "no snapshot has all of its state"
+    assert capsys.readouterr().out.count(f"Decays: {told}") == 1
+    assert load(tmp_path / "best.1.pt")["EPOCHS_RUN"] == 1
 
 
 @pytest.mark.waits
