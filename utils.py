@@ -177,6 +177,7 @@ def save_atomically(snapshot, path):
             torch.save(snapshot, file)
             file.flush()
             os.fsync(file.fileno())
+        torch.load(part, "cpu", weights_only=True, mmap=True)  # or no run can resume
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
             error(f"another run saves to {path}, too: choose another --snapshot-path")
         os.replace(part, path)
@@ -238,9 +239,8 @@ def check_snapshot(snapshot, model, optimizer, path):
 def describe_run(trainer, total_epochs):
     """What is about to run, in two lines."""
     data, held_out = trainer.train_data, trainer.eval_data.dataset
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    each, done = data.batch_size, trainer.epochs_run
-    floor = getattr(held_out, "noise_floor", None)
+    each, ranks = data.batch_size, dist.get_world_size() if dist.is_initialized() else 1
+    done, floor = trainer.epochs_run, getattr(held_out, "noise_floor", None)
     return (
         f"{ranks} x {trainer.device.type}, batch {each} each: effective batch"
         f" {ranks * each}, {len(data)} steps per epoch, {len(data.dataset)} samples,"

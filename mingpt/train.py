@@ -91,8 +91,8 @@ class Trainer:
         for source, targets in itertools.islice(self.train_data, steps):
             self._stop_if_told()
             torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
             loss_sum += loss * source.numel()
             tokens += source.numel()
@@ -151,8 +151,8 @@ class Trainer:
             buffer.copy_(whole)  # contiguous() may have copied it
         loss_sum, tokens = torch.zeros((), device=self.device), 0
         for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded

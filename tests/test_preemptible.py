@@ -215,7 +215,7 @@ def test_no_step_is_left_of_the_epoch(script, preempt, tmp_path):
 NEWEST = [
     ({"EPOCHS_RUN": 2}, {"EPOCHS_RUN": 2, "SAMPLES_RUN": 1024}),
     ({"EPOCHS_RUN": 2, "SAMPLES_RUN": 1984}, {"EPOCHS_RUN": 3}),
-    (None, {"EPOCHS_RUN": 0, "SAMPLES_RUN": 64}),
+    (None, {"EPOCHS_RUN": 0, "SAMPLES_RUN": 0}),
 ]
 
 

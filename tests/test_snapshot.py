@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 
+import numpy
 import pytest
 import torch
 
@@ -35,6 +37,14 @@ def test_killed_while_writing(tmp_path, moment):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert load(path)["n"].tolist() == [0, 0, 0]
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_what_no_run_could_read_is_not_saved(tmp_path):
+    """Such as a learning rate that a schedule computes with NumPy."""
+    path = tmp_path / "snapshot.pt"
+    with pytest.raises(pickle.UnpicklingError, match="numpy"):
+        utils.save_atomically({"lr": numpy.float64(1)}, str(path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_stays_a_link(tmp_path):

@@ -146,13 +146,13 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        done = snapshot or {"EPOCHS_RUN": 0}
+        done = snapshot or {"EPOCHS_RUN": -1}
         done = done["EPOCHS_RUN"], done.get("SAMPLES_RUN", 0)  # other scripts save none
         dist.all_gather_object(epochs, done)
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) > (0, 0):
+        if max(epochs) >= (0, 0):
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return

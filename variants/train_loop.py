@@ -147,7 +147,7 @@ class TrainLoop:
                 utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason}")
             ranks = folder, num_nodes * self.nprocs, node_rank * self.nprocs
             utils.spawn(run_process, ranks, self.nprocs)
-            trained = torch.load(f"{folder}/trained.pt", map_location="cpu")
+            trained = torch.load(f"{folder}/trained.pt", "cpu", weights_only=False)
         snapshot, self.test_results = trained
         self._restore(snapshot)
 
@@ -273,7 +273,7 @@ class TrainLoop:
     def _batches(self, data):
         device = next(self.model.parameters()).device
         for batch in data:
-            yield nested(lambda x: x.to(device, non_blocking=data.pin_memory), batch)
+            yield nested(lambda x: x.to(device, non_blocking=x.is_pinned()), batch)
 
     def _run_batch(self, batch, n):
         self.optimizer.zero_grad()

@@ -126,6 +126,7 @@ def share_a_fork_server():
     if not forkserver._forkserver._forkserver_address:  # nor has a parent started one
         torch.multiprocessing.set_forkserver_preload(["torch"])
         forkserver.ensure_running()
+        torch.multiprocessing.set_forkserver_preload([])  # each fork's to say
     forkserver._forkserver.ensure_running = lambda: None
 
 

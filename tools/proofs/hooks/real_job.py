@@ -4,12 +4,14 @@
     images          of each sample that it trained on: the sum of its pixels
     workers         after each epoch's training: {process: how it was started}
     exits           the exit status of each of them
+    preload         what their server has imported
 
 The loss is LOSS_TIMES as large, 17 samples are held out, a third of them with wrong
 labels, and each rank that writes the log does so in a file of its own:
 snapshot.pt.csv.RANK.
 """
 
+import multiprocessing.forkserver
 import os
 
 import torch
@@ -38,6 +40,7 @@ class Trainer:
         workers = torch.multiprocessing.active_children()
         self.train_data._iterator = self.eval_data._iterator = None  # ends its workers
         noted["exits"] = [x.exitcode for x in workers]
+        noted["preload"] = multiprocessing.forkserver._forkserver._preload_modules
         write("noted", noted)
 
     def _run_epoch(self, epoch):
