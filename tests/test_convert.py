@@ -1,6 +1,7 @@
 """The scripts of docs/convert_your_script.md: what one trains, the next one trains."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from tools.proofs.processes import run
 from tools.proofs.results import load, same_bits, shape_of
 from tools.proofs.warm import Fork, share_a_fork_server
 from tools.scripts import ROOT
+from variants.real_job import end_with_rank
 
 PAGE = "docs/convert_your_script.md"
 BEFORE, STEP2, AFTER, COMPARE = (
@@ -293,6 +295,8 @@ def test_noise_of_each_library_resumes(workers, tmp_path):
         there = "torch.multiprocessing.active_children()"
         see = f"assert [x._start_method for x in {there}] == 2 * ['forkserver']"
         changes += [(loader, lines), (step, f"{step}        {see}\n")]
+        ends = inspect.getsource(end_with_rank)
+        changes += [("def get_args():", f"{ends}\n\ndef get_args():")]
     share_a_fork_server()
     at_once_and_resumed(plant(AFTER, tmp_path / "copy", *changes), tmp_path)
 
