@@ -69,8 +69,9 @@ addEventListener("keydown", (event) => {
   if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest?.(fields)) return;
   const target = changes.findIndex((x) => x.matches(":target"));
-  const below = changes.filter((x) => x.getBoundingClientRect().top < innerHeight / 2);
-  const goal = changes[(target < 0 ? below.length - 1 : target) + step];
+  const top = (x) => x.checkVisibility() ? x.getBoundingClientRect().top : Infinity;
+  const above = changes.findLastIndex((x) => top(x) < innerHeight / 4);
+  const goal = changes[(target < 0 ? above : target) + step];
   if (!goal) return;
   location.replace(`#${goal.id}`);
   goal.querySelector("summary, .see a")?.focus({ preventScroll: true });
