@@ -82,7 +82,10 @@ def wait_until(condition):
 
 
 def left_over(mark, patience_s=20):
-    """The processes with MARK=`mark` in their environment, if they do not end soon."""
+    """Kill the processes with MARK=`mark` in their environment that do not end soon.
+
+    Return their numbers.
+    """
     deadline, found = time.monotonic() + patience_s, [None]
     while found and time.monotonic() < deadline:
         found = []
@@ -91,6 +94,9 @@ def left_over(mark, patience_s=20):
                 if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         time.sleep(0.1 * bool(found))
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return found
 
 

@@ -148,10 +148,8 @@ def run_in_shell(text, cwd, folder):
         except subprocess.TimeoutExpired:
             status = 124
             out.write(f"no end within {TIMEOUT_S} s\n".encode())
-    for pid in left_over(folder, PATIENCE_S):
+    if left_over(folder, PATIENCE_S):  # it has killed them
         status = 124
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     process.wait()
     return status, output.read_bytes().decode(errors="replace")
 
