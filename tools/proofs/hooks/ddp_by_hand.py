@@ -1,0 +1,62 @@
+"""For ddp_by_hand.py: each rank writes the profiler's events of its last step.
+
+events.RANK.json: [name, start, end in microseconds, shapes] of each.
+"""
+
+import torch
+from hooks import replace, write
+from torch.profiler import ProfilerActivity, profile
+
+
+class Trainer:
+    def _run_batch(self, source, targets):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            loss = super()._run_batch(source, targets)
+        spans = [(x, x.time_range) for x in seen.events()]
+        write("events", [[x.name, y.start, y.end, x.input_shapes] for x, y in spans])
+        return loss
+
+
+class Odd(torch.nn.Module):
+    """Frozen and tied weights, two dtypes, memory in other orders, unused parameters.
+
+    One sample in 80 uses `rare`: in most steps some ranks do, or none.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
+        self.first, self.tied = (torch.nn.Linear(20, 20) for _ in range(2))
+        self.tied.weight = self.first.weight
+        self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
+        self.last = torch.nn.Linear(20, 1).double()
+        self.rare, self.never = (torch.nn.Parameter(torch.randn(20)) for _ in range(2))
+        self.register_buffer("scale", torch.rand(20, 2)[:, 0])
+
+    def forward(self, source):
+        x = self.tied(torch.tanh(self.first(self.frozen(source)))) * self.scale
+        x = x + self.conv(source.view(-1, 5, 2, 2)).flatten(1)
+        rare = source[:, :1] > 2.25
+        if rare.any():
+            x = x + rare * self.rare
+        return self.last(x.double()).float()
+
+
+def odd(script):
+    """Trains an `Odd`, which begins with other numbers on each rank."""
+    ranks = []
+
+    def main(inner, *arguments):
+        ranks.append(arguments[0] if len(arguments) > 1 else 0)
+        inner(*arguments)
+
+    def load_train_objs(inner):
+        train_set, eval_set, _, loss_fn, _ = inner()
+        torch.manual_seed(ranks[-1])
+        model = Odd()
+        settings = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        return train_set, eval_set, model, loss_fn, optimizer
+
+    replace(script, "main", main)
+    replace(script, "load_train_objs", load_train_objs)

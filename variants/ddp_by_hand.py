@@ -1,0 +1,257 @@
+"""Average gradients without DDP, in buckets as DDP does. Parent: multigpu.py
+
+python -m variants.ddp_by_hand 50 10 --bucket-mb 25
+"""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import utils
+
+
+def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+
+
+@torch.no_grad()
+def broadcast_model(model):
+    """Every rank starts with the parameters and the buffers of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(whole := tensor.contiguous(), src=0)
+        tensor.copy_(whole)
+
+
+def pack(parameters):
+    """Their gradients, then a 1 for each that this rank's batch has used, else a 0."""
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
+    used = [x.new_full((1,), x.grad is not None) for x in parameters]
+    return torch.cat([x.flatten() for x in grads + used])
+
+
+def unpack(message, parameters):
+    sizes = [x.numel() for x in parameters]
+    *grads, used = message.split([*sizes, len(parameters)])
+    for x, grad, share in zip(parameters, grads, used, strict=True):
+        if x.grad is not None or share > 0:  # else no rank has used it
+            x.grad = torch.empty_like(x).copy_(grad.view_as(x))  # x's memory layout
+
+
+def average_gradients(parameters):
+    """The plainest way: after backward(), one message for each gradient."""
+    for x in parameters:
+        message = pack([x])
+        dist.all_reduce(message, dist.ReduceOp.AVG)
+        unpack(message, [x])
+
+
+class Buckets:
+    """The same in fewer messages, which leave while backward() still runs."""
+
+    def __init__(self, parameters, bucket_mb):
+        self.buckets, filling = [], {}  # filling: {dtype: its last bucket}
+        for x in reversed(parameters):  # backward() begins with the last layer
+            bucket = filling.get(x.dtype)
+            if not bucket or sum(y.nbytes for y in bucket) >= bucket_mb * 2**20:
+                bucket = filling[x.dtype] = []
+                self.buckets.append(bucket)
+            bucket.append(x)
+            x.register_post_accumulate_grad_hook(self._arrived)
+        self.arrived, self.sent = set(), []  # in this step
+
+    def _arrived(self, x):
+        if x in self.arrived:
+            raise RuntimeError("a second backward() before the optimizer's step")
+        self.arrived.add(x)
+        # A bucket waits for those before it: all ranks must send in one order.
+        for bucket in self.buckets[len(self.sent) :]:
+            if not self.arrived.issuperset(bucket):
+                break
+            self._send(bucket)
+
+    def _send(self, bucket):
+        message = pack(bucket)
+        work = dist.all_reduce(message, dist.ReduceOp.AVG, async_op=True)
+        self.sent.append((message, work))
+
+    def wait(self):
+        """After backward(): send what this batch has not used, and wait for all."""
+        for bucket in self.buckets[len(self.sent) :]:
+            self._send(bucket)
+        for bucket, (message, work) in zip(self.buckets, self.sent, strict=True):
+            work.wait()
+            unpack(message, bucket)
+        self.arrived, self.sent = set(), []
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+        bucket_mb: int | None,
+    ):
+        self.device = device
+        self.model = model.to(device)
+        broadcast_model(self.model)
+        self.trained = [x for x in self.model.parameters() if x.requires_grad]
+        self.buckets = Buckets(self.trained, bucket_mb) if bucket_mb else None
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.epochs_run = 0
+        self._load_snapshot()
+
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
+            self.epochs_run = epoch + 1
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.train_data:
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        if self.buckets:
+            self.buckets.wait()
+        else:
+            average_gradients(self.trained)
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # contiguous() may have copied it
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+            output = self.model(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+        }
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        if snapshot is None:
+            return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def main(rank, world_size, port, args):
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, rank, world_size)
+    ddp_setup(rank, world_size, port, device)
+    utils.check_data(train_set, eval_set, args.batch_size)
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+        args.bucket_mb,
+    ).train(args.total_epochs)
+    dist.destroy_process_group()  # once the Trainer is gone
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
+    text = "send gradients in buckets of this size (default: each alone after backward)"
+    parser.add_argument("--bucket-mb", type=utils.positive_int, help=text)
+    args = parser.parse_args()
+    world_size = utils.choose_nprocs(args.device, args.nprocs)
+    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here: keep it
+    utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)
