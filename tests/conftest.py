@@ -228,7 +228,7 @@ def copy_of(tmp_path):
     """`copy_of(folder)`: a snapshot to spoil."""
 
     def get(folder):
-        shutil.copy(folder / "snapshot.pt", tmp_path)
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
         return tmp_path / "snapshot.pt"
 
     return get

@@ -4,6 +4,8 @@ import re
 
 import torch
 
+from variants import fsdp
+
 
 def losses(done):
     """[(train loss, held-out loss) of each epoch printed]."""
@@ -12,7 +14,10 @@ def losses(done):
 
 
 def load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+    snapshot = torch.load(path, map_location="cpu", weights_only=True)
+    if "PARTS" in snapshot:
+        fsdp.fill_in(snapshot, path, {})
+    return snapshot
 
 
 def weights(path):

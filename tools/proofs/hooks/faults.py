@@ -27,6 +27,7 @@ def in_step_80(script):
 
     IN_STEP_80 says what: `kill`, `raise`, `sigterm` to itself, `sigterm_to_launcher`;
     nothing if it is not set.
+    `kill` comes once the snapshot is there, which a thread may still be writing.
     For the last, preemptible.py waits until the launcher has passed the signal on.
     """
 
@@ -35,6 +36,8 @@ def in_step_80(script):
         if dist.is_initialized() and dist.get_rank() != dist.get_world_size() - 1:
             return
         if what == "kill":
+            while not os.path.exists("snapshot.pt"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "raise":
             raise ValueError("planted")
