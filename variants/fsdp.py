@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -33,7 +34,7 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):
     dist.init_process_group(backend, timeout=timeout)
 
 
-def shard(model, optimizer):
+def shard(model, optimizer, mesh):
     """Leave this rank a part of each parameter, in `model` and in `optimizer`."""
     lists = torch.nn.ModuleList, torch.nn.Sequential
     blocks = [x for y in model.modules() if isinstance(y, lists) for x in y]
@@ -41,7 +42,7 @@ def shard(model, optimizer):
         utils.error("the model has no list of blocks that could be sharded")
     whole = list(model.parameters())
     for part in [*reversed(blocks), model]:  # the inner ones first
-        fully_shard(part)  # its parameters are whole only while it computes
+        fully_shard(part, mesh=mesh)  # whole only while it computes
     parts = dict(zip(whole, model.parameters(), strict=True))
     for group in optimizer.param_groups:  # or it would train the old parameters
         group["params"] = [parts[x] for x in group["params"]]
@@ -148,7 +149,8 @@ class Trainer:
     ):
         self.device = device
         self.model = model.to(device)
-        shard(self.model, optimizer)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shard(self.model, optimizer, mesh)
         self.loss_fn = loss_fn.to(device)  # class weights move, too
         self.optimizer = optimizer
         self.train_data = train_data

@@ -35,8 +35,9 @@ class Trainer:
         result = super()._run_epoch(epoch)
         facts["orders"].append(list(train_set.seen))
         facts["random"].append(torch.rand(1).item())
-        flat = [x.detach().flatten() for x in self.model.parameters()]
-        facts["weights"] = torch.cat(flat).tolist()
+        parameters = [x.detach() for x in self.model.parameters()]
+        whole = [getattr(x, "full_tensor", lambda x=x: x)() for x in parameters]
+        facts["weights"] = torch.cat([x.flatten() for x in whole]).tolist()
         return result
 
     def _evaluate(self):
