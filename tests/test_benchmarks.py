@@ -72,3 +72,18 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
         figures = three.run("multigpu.py", 2 * 3 * 8, 8)
     ring = 2 * 4 * WEIGHTS * 4 / 3  # in two steps
     assert ring < figures["sent_bytes"] < 1.06 * ring
+
+
+@needs_networks
+def test_ways_to_average_gradients_are_measured_and_drawn(tmp_path):
+    """All send gradients of 12.8 MB, for which a link of 100 Mbit/s takes a second."""
+    words = ["python", "-m", "benchmarks.ddp_by_hand", "--rounds", 1, "--steps", 1]
+    drawing = ("--picture", tmp_path / "step.svg")
+    table, drawn = (Fork([*words, *x], ROOT).finish() for x in ((), drawing))
+    assert (table.returncode, drawn.returncode) == (0, 0), table.stderr + drawn.stderr
+    cells = 3 * r" +([\d.]+) \(\S+ \.\. \S+\)"
+    rows = re.findall(rf"^\S.*?{cells}$", table.stdout, re.M)
+    assert len(rows) == 8, "four ways on two links"
+    assert all(float(sent) == pytest.approx(13.2, rel=0.05) for *_, sent in rows)
+    assert all(float(speed) < 1 for speed, *_ in rows[:4])
+    assert (tmp_path / "step.svg").read_text().count(">4.0 MiB<") > 4

@@ -136,13 +136,13 @@ def test_a_second_backward_in_a_step_is_refused(tmp_path):
     script = plant(NAME, tmp_path / "copy", twice)
     done = launch(script, 1, 1, cwd=tmp_path, real="")
     assert done.returncode == 1
-    assert "RuntimeError: a second backward() before the optimizer's st" in done.stderr
+    assert "RuntimeError: a second backward() in one step" in done.stderr
 
 
 def test_help_and_bad_input(tmp_path):
     """No option is the plainest way, so 0 is an error."""
     words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
-    assert "send gradients in buckets of this size (default: each alone" in words
+    assert "bucket size (default: none, each gradient is sent alone" in words
     done = run_script(ROOT / NAME, 1, 1, "--bucket-mb", 0, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "argument --bucket-mb: '0' is not a whole number above 0" in done.stderr

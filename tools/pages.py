@@ -13,8 +13,8 @@ GROUPS = {
     " theory glossary",
     "Do": "which_one convert_your_script make_it_real slurm preflight",
     "When it breaks": "it_hangs troubleshooting when_machines_fail",
-    "Variants": "data_parallel gradient_accumulation mixed_precision multinode_spawn"
-    " real_job preemptible ddp2 train_loop modern_gpt",
+    "Variants": "ddp_by_hand data_parallel gradient_accumulation mixed_precision"
+    " multinode_spawn real_job preemptible ddp2 train_loop modern_gpt",
     "Evidence": "what_is_proven",
 }
 GROUPS = {group: names.split() for group, names in GROUPS.items()}

@@ -30,18 +30,17 @@ def broadcast_model(model):
 
 
 def pack(parameters):
-    """Their gradients, then a 1 for each that this rank's batch has used, else a 0."""
+    """Gradients, then a 1 for each parameter that this batch has used, else a 0."""
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
     used = [x.new_full((1,), x.grad is not None) for x in parameters]
     return torch.cat([x.flatten() for x in grads + used])
 
 
 def unpack(message, parameters):
-    sizes = [x.numel() for x in parameters]
-    *grads, used = message.split([*sizes, len(parameters)])
-    for x, grad, share in zip(parameters, grads, used, strict=True):
-        if x.grad is not None or share > 0:  # else no rank has used it
-            x.grad = torch.empty_like(x).copy_(grad.view_as(x))  # x's memory layout
+    *grads, used = message.split([*map(torch.numel, parameters), len(parameters)])
+    for i, x in enumerate(parameters):
+        if x.grad is not None or used[i] > 0:  # else no rank has used it
+            x.grad = torch.empty_like(x).copy_(grads[i].view_as(x))  # in x's layout
 
 
 def average_gradients(parameters):
@@ -64,31 +63,30 @@ class Buckets:
                 self.buckets.append(bucket)
             bucket.append(x)
             x.register_post_accumulate_grad_hook(self._arrived)
-        self.arrived, self.sent = set(), []  # in this step
+        self.left, self.arrived, self.sent = [*self.buckets], set(), []
 
     def _arrived(self, x):
         if x in self.arrived:
-            raise RuntimeError("a second backward() before the optimizer's step")
+            raise RuntimeError("a second backward() in one step")
         self.arrived.add(x)
         # A bucket waits for those before it: all ranks must send in one order.
-        for bucket in self.buckets[len(self.sent) :]:
-            if not self.arrived.issuperset(bucket):
-                break
-            self._send(bucket)
+        while self.left and self.arrived.issuperset(self.left[0]):
+            self._send()
 
-    def _send(self, bucket):
+    def _send(self):
+        bucket = self.left.pop(0)
         message = pack(bucket)
         work = dist.all_reduce(message, dist.ReduceOp.AVG, async_op=True)
-        self.sent.append((message, work))
+        self.sent.append((bucket, message, work))
 
     def wait(self):
         """After backward(): send what this batch has not used, and wait for all."""
-        for bucket in self.buckets[len(self.sent) :]:
-            self._send(bucket)
-        for bucket, (message, work) in zip(self.buckets, self.sent, strict=True):
+        while self.left:
+            self._send()
+        for bucket, message, work in self.sent:
             work.wait()
             unpack(message, bucket)
-        self.arrived, self.sent = set(), []
+        self.left, self.arrived, self.sent = [*self.buckets], set(), []
 
 
 class Trainer:
@@ -249,7 +247,7 @@ def main(rank, world_size, port, args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
-    text = "send gradients in buckets of this size (default: each alone after backward)"
+    text = "bucket size (default: none, each gradient is sent alone after backward)"
     parser.add_argument("--bucket-mb", type=utils.positive_int, help=text)
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)

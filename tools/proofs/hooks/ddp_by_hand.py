@@ -4,6 +4,7 @@ events.RANK.json: [name, start, end in microseconds, shapes] of each.
 """
 
 import torch
+import torch.distributed as dist
 from hooks import replace, write
 from torch.profiler import ProfilerActivity, profile
 
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 class Trainer:
     def _run_batch(self, source, targets):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            dist.barrier()  # or a rank waits for another's profiler to start
             loss = super()._run_batch(source, targets)
         spans = [(x, x.time_range) for x in seen.events()]
         write("events", [[x.name, y.start, y.end, x.input_shapes] for x, y in spans])
