@@ -63,30 +63,31 @@ class Buckets:
                 self.buckets.append(bucket)
             bucket.append(x)
             x.register_post_accumulate_grad_hook(self._arrived)
-        self.left, self.arrived, self.sent = [*self.buckets], set(), []
+        self.arrived, self.sent = set(), []
 
     def _arrived(self, x):
         if x in self.arrived:
             raise RuntimeError("a second backward() in one step")
         self.arrived.add(x)
-        # A bucket waits for those before it: all ranks must send in one order.
-        while self.left and self.arrived.issuperset(self.left[0]):
-            self._send()
+        # A bucket waits for those before it, so that all ranks send in one order.
+        for bucket in self.buckets[len(self.sent) :]:
+            if not self.arrived.issuperset(bucket):
+                break
+            self._send(bucket)
 
-    def _send(self):
-        bucket = self.left.pop(0)
+    def _send(self, bucket):
         message = pack(bucket)
         work = dist.all_reduce(message, dist.ReduceOp.AVG, async_op=True)
         self.sent.append((bucket, message, work))
 
     def wait(self):
         """After backward(): send what this batch has not used, and wait for all."""
-        while self.left:
-            self._send()
+        for bucket in self.buckets[len(self.sent) :]:
+            self._send(bucket)
         for bucket, message, work in self.sent:
             work.wait()
             unpack(message, bucket)
-        self.left, self.arrived, self.sent = [*self.buckets], set(), []
+        self.arrived, self.sent = set(), []
 
 
 class Trainer:

@@ -22,7 +22,8 @@ class Trainer:
 class Odd(torch.nn.Module):
     """Frozen and tied weights, two dtypes, memory in other orders, unused parameters.
 
-    One sample in 80 uses `rare`: in most steps some ranks do, or none.
+    One sample in 80 uses `rare`: in most steps some ranks do, or none. It fills the
+    first bucket, so that a rank which does not wait for it sends in another order.
     """
 
     def __init__(self):
@@ -32,15 +33,16 @@ class Odd(torch.nn.Module):
         self.tied.weight = self.first.weight
         self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
         self.last = torch.nn.Linear(20, 1).double()
-        self.rare, self.never = (torch.nn.Parameter(torch.randn(20)) for _ in range(2))
+        self.never = torch.nn.Parameter(torch.randn(20))
         self.register_buffer("scale", torch.rand(20, 2)[:, 0])
+        self.rare = torch.nn.Linear(20, 26)
 
     def forward(self, source):
         x = self.tied(torch.tanh(self.first(self.frozen(source)))) * self.scale
         x = x + self.conv(source.view(-1, 5, 2, 2)).flatten(1)
         rare = source[:, :1] > 2.25
         if rare.any():
-            x = x + rare * self.rare
+            x = x + rare * self.rare(source).mean(1, keepdim=True)
         return self.last(x.double()).float()
 
 
