@@ -1,0 +1,168 @@
+"""fsdp.py: the training of multinode.py, with a part of the model on each rank."""
+
+import json
+import math
+import os
+import pickle
+import re
+
+import pytest
+import torch
+
+from tools.proofs.launch import launch, objects_of, plant, train
+from tools.proofs.results import load, losses, same_bits, weights
+from tools.scripts import ROOT
+from variants import fsdp
+
+NAME = "variants/fsdp.py"
+MODEL = "    model = torch.nn.Linear(20, 1)\n"
+SHARDED = re.search(r"    sizes = .*\n.*\n", (ROOT / NAME).read_text())[0]
+
+
+def test_learns(typed):
+    _, done, _ = typed(NAME)
+    curve = losses(done)
+    assert curve[0][0] > 10 * 0.01
+    assert 0.9 * 0.01 < curve[-1][1] < 1.15 * 0.01
+
+
+@pytest.fixture(scope="module")
+def multinode(tmp_path_factory):
+    """multinode.py with the model of fsdp.py."""
+    return plant("multinode.py", tmp_path_factory.mktemp("parent"), (MODEL, SHARDED))
+
+
+def test_the_losses_of_multinode(runs, multinode, tmp_path):
+    folder, done = runs(NAME)
+    others = train(multinode, 5, 2, cwd=tmp_path)
+    torch.testing.assert_close(losses(done), losses(others), rtol=1e-6, atol=2e-6)
+    mine, theirs = weights(folder / "snapshot.pt"), weights(tmp_path / "snapshot.pt")
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_a_rank_holds_its_share_of_the_rows(tmp_path, nprocs):
+    """Of weights, gradients and momentum. The last layer has one row for all ranks."""
+    script = plant(NAME, tmp_path / "copy", hooks=["fsdp:held"])
+    train(script, 1, 1, cwd=tmp_path, nprocs=nprocs)
+    shapes = [x.shape for x in objects_of(NAME)[2].parameters()]
+    for rank in range(nprocs):
+        numbers = 0
+        for rows, *rest in shapes:
+            each = -(-rows // nprocs)  # as torch.chunk does
+            mine = max(0, min(each, rows - rank * each))
+            numbers += mine * math.prod(rest)
+        held = json.loads((tmp_path / f"held.{rank}.json").read_text())
+        assert held == [4 * numbers] * 3
+
+
+# Snapshots
+
+
+def test_resumes_on_other_numbers_of_ranks_and_in_other_scripts(
+    runs, multinode, tmp_path
+):
+    """2 ranks, 4, put together for multinode.py, 1: the momentum comes along."""
+    path = tmp_path / "snapshot.pt"
+    pieces = losses(train(ROOT / NAME, 1, 1, cwd=tmp_path))
+    pieces += losses(
+        train(ROOT / NAME, 2, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4)
+    )
+    fsdp.put_together(str(path), str(path))
+    assert len(os.listdir(tmp_path)) == 2, "a file, and the parts that it was made of"
+    pieces += losses(train(multinode, 3, 1, cwd=tmp_path))
+    args = (5, 2, "--batch-size", 64)
+    pieces += losses(train(ROOT / NAME, *args, cwd=tmp_path, nprocs=1))
+    folder, done = runs(NAME)
+    torch.testing.assert_close(pieces, losses(done), rtol=1e-6, atol=2e-6)
+    mine, whole = weights(path), weights(folder / "snapshot.pt")
+    torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved"), [("parts", 1), ("pointer", 1), ("old", 2)]
+)
+def test_killed_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved):
+    script = plant(NAME, tmp_path / "copy", hooks=["fsdp:in_second_save"])
+    done = launch(script, 3, 1, cwd=tmp_path, real="", KILLED=moment)
+    assert done.returncode == 1
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == saved
+
+
+def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
+    """https://github.com/pytorch/pytorch/issues/144657"""
+    for name, hooks in (("one", []), ("other", ["fsdp:changed_while_saving"])):
+        (tmp_path / name).mkdir()
+        script = plant(NAME, tmp_path / f"copy of {name}", hooks=hooks)
+        train(script, 1, 1, cwd=tmp_path / name)
+    one, other = (load(tmp_path / x / "snapshot.pt") for x in ("one", "other"))
+    assert same_bits(one, other)
+
+
+def test_one_folder_is_left_and_other_files_stay(runs):
+    """Of three saves. A second run in this folder finds no name of its own taken."""
+    names = sorted(os.listdir(runs(NAME)[0]))
+    assert names == ["snapshot.pt", f"snapshot.pt.{load_raw(runs)['PARTS']}"]
+
+
+def load_raw(runs):
+    return torch.load(runs(NAME)[0] / "snapshot.pt", weights_only=True)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_no_pickle_is_read(runs, copy_of, monkeypatch):
+    path = copy_of(runs(NAME)[0])
+    monkeypatch.chdir(path.parent)
+    (listing,) = path.parent.glob("*/.metadata")
+    listing.write_bytes(pickle.dumps(Bomb()))
+    assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
+    assert not os.path.exists("exploded")
+
+
+# Bad input
+
+
+def line_of(script, *arguments, cwd):
+    """The line with which a rank ends."""
+    done = launch(script, *arguments, cwd=cwd, real="")
+    assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]
+    (line,) = re.findall(r"(?m)^\w+\.py: error: (.+)$", done.stderr)
+    return line
+
+
+def test_a_model_without_blocks(tmp_path):
+    script = plant(NAME, tmp_path / "copy", (SHARDED, MODEL))
+    line = line_of(script, 1, 1, cwd=tmp_path)
+    assert line == "the model has no list of blocks that could be sharded"
+
+
+def test_a_snapshot_of_another_model(runs, copy_of):
+    path = copy_of(runs(NAME)[0])
+    script = plant(NAME, path.parent / "copy", ("(32, 32), ", ""))
+    line = line_of(script, 9, 1, cwd=path.parent)
+    assert (
+        line == "snapshot.pt belongs to another model: choose another --snapshot-path"
+    )
+
+
+def test_a_folder_that_is_not_whole(runs, copy_of):
+    path = copy_of(runs(NAME)[0])
+    before = path.read_bytes()
+    (part,) = path.parent.glob("*/__1_0.distcp")
+    part.unlink()
+    line = line_of(ROOT / NAME, 9, 1, cwd=path.parent)
+    assert re.fullmatch(rf"{part.parent} is not whole: .*No such file .*distcp'", line)
+    assert path.read_bytes() == before
+
+
+def test_other_scripts_refuse_parts(runs, copy_of):
+    path = copy_of(runs(NAME)[0])
+    why = "a fork of the tests knows the classes of fsdp.py"
+    done = launch(ROOT / "single_gpu.py", 9, 1, cwd=path.parent, real=why)
+    start = "single_gpu.py: error: snapshot.pt is cut short or no snapshot: Unpickling"
+    assert done.returncode == 2
+    assert done.stderr.startswith(start)

@@ -1,0 +1,86 @@
+"""What a rank of variants/fsdp.py holds, and what happens while it saves."""
+
+import os
+import resource
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hooks import replace, write
+from torch.distributed.tensor import DTensor
+
+
+def nbytes(tensors):
+    """The bytes of this rank's parts, and of what is whole."""
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+
+
+def held(script):
+    """held.RANK.json: the bytes of weights, gradients and momentum after training."""
+
+    def train(inner, self, *arguments):
+        inner(self, *arguments)
+        weights = list(self.model.parameters())
+        states = [x for y in self.optimizer.state.values() for x in y.values()]
+        gradients = [x.grad for x in weights]
+        write("held", [nbytes(x) for x in (weights, gradients, states)])
+
+    replace(script["Trainer"], "train", train)
+
+
+def in_second_save(script):
+    """SIGKILL comes to the last rank or to rank 0 in the second save: KILLED says when.
+
+    `parts`: before the last rank writes its own. `pointer`: before the file that names
+    the folder is replaced. `old`: after that, before the old folder is removed.
+    """
+    moment = os.environ["KILLED"]
+    owner, name = {
+        "parts": (dcp.FileSystemWriter, "write_data"),
+        "pointer": (os, "replace"),
+        "old": (script["shutil"], "rmtree"),
+    }[moment]
+    calls = []
+
+    def die(inner, *arguments, **options):
+        calls.append(1)
+        mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
+        if len(calls) == 2 and mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(*arguments, **options)
+
+    replace(owner, name, die)
+
+
+def changed_while_saving(script):
+    """The weights change, in place, before the thread that saves them writes a byte."""
+    changed = threading.Event()
+
+    def save(inner, self):
+        inner(self)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(100)
+        changed.set()
+
+    def write_data(inner, *arguments):
+        changed.wait()
+        return inner(*arguments)
+
+    replace(script["Trainer"], "_save_snapshot", save)
+    replace(dcp.FileSystemWriter, "write_data", write_data)
+
+
+def limited(script):
+    """From the start of main on, this process gets LIMIT_MB more memory, no more."""
+
+    def main(inner, *arguments):
+        with open("/proc/self/status") as status:
+            (line,) = (x for x in status if x.startswith("VmData:"))
+        limit = int(line.split()[1]) * 1024 + int(os.environ["LIMIT_MB"]) * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        inner(*arguments)
+
+    replace(script, "main", main)
