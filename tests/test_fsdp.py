@@ -166,3 +166,37 @@ def test_other_scripts_refuse_parts(runs, copy_of):
     start = "single_gpu.py: error: snapshot.pt is cut short or no snapshot: Unpickling"
     assert done.returncode == 2
     assert done.stderr.startswith(start)
+
+
+# Evaluation, memory, hosts
+
+
+def test_ranks_with_unequally_many_batches(tmp_path):
+    """65 held-out samples in batches of 32: rank 0 has two of them, and rank 1 one."""
+    few = "MyTrainDataset(512, seed=1)", "MyTrainDataset(65, seed=1)"
+    script = plant(NAME, tmp_path / "copy", few)
+    text = script.read_text()  # a rank that waits alone raises soon
+    script.write_text(text.replace("timedelta(minutes=5)", "timedelta(seconds=10)"))
+    curves = []
+    for nprocs in (1, 2):
+        folder = tmp_path / str(nprocs)
+        folder.mkdir()
+        args = (1, 1, "--batch-size", 64 // nprocs)
+        curves += losses(train(script, *args, cwd=folder, nprocs=nprocs))
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-6, atol=2e-6)
+
+
+LARGE = "(32, 32), ", "(32, 1000), *[(1000, 1000)] * 12, (1000, 32), "
+FEW = [("MyTrainDataset(2048)", "MyTrainDataset(64)"), ("(512, seed", "(32, seed")]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("name", [NAME, "multinode.py"])
+def test_a_model_too_large_for_one_rank(tmp_path, name):
+    """Its weights take 48 MB; with gradients, buckets and momentum, four times that."""
+    change = (MODEL, SHARDED.replace(*LARGE)) if name != NAME else LARGE
+    script = plant(name, tmp_path / "copy", change, *FEW, hooks=["fsdp:limited"])
+    how = {"nprocs": 4, "real": "", "LIMIT_MB": 150}
+    done = launch(script, 1, 1, "--batch-size", 8, cwd=tmp_path, **how)
+    failed = "DefaultCPUAllocator: can't allocate memory" in done.stderr
+    assert (done.returncode, failed) == ((0, False) if name == NAME else (1, True))

@@ -205,14 +205,14 @@ class Trainer:
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             dist.broadcast(whole := buffer.contiguous(), src=0)
             buffer.copy_(whole)  # contiguous() may have copied it
+        batches = torch.tensor(len(self.eval_data), device=self.device)
+        dist.all_reduce(batches, dist.ReduceOp.MAX)
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        batches = torch.tensor(len(self.eval_data), device=self.device)
-        dist.all_reduce(batches, dist.ReduceOp.MAX)
         # Each forward pass gathers parameters, so all ranks make equally many.
         for _ in range(batches.item() - len(self.eval_data)):
             self.model(self.eval_data.dataset[0][0][None].to(self.device))
