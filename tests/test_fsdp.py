@@ -9,8 +9,11 @@ import re
 import pytest
 import torch
 
+from tests.conftest import needs_hosts
+from tools.proofs import hosts
 from tools.proofs.launch import launch, objects_of, plant, train
 from tools.proofs.results import load, losses, same_bits, weights
+from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 from variants import fsdp
 
@@ -200,3 +203,77 @@ def test_a_model_too_large_for_one_rank(tmp_path, name):
     done = launch(script, 1, 1, "--batch-size", 8, cwd=tmp_path, **how)
     failed = "DefaultCPUAllocator: can't allocate memory" in done.stderr
     assert (done.returncode, failed) == ((0, False) if name == NAME else (1, True))
+
+
+def sent_by(host):
+    (link,) = json.loads(host.run("ip", "-s", "-j", "link", "show", "eth0"))
+    return link["stats64"]["tx"]["bytes"]
+
+
+@needs_hosts
+@pytest.mark.waits
+def test_hsdp_sends_less_between_machines(tmp_path):
+    """With the lines of the chapter; 2 machines, 2 ranks each, 8 steps."""
+    page = (ROOT / "docs/7_sharding.md").read_text()
+    (code,) = re.findall(r"## Shard inside a machine.*?```python\n(.*?)```", page, re.S)
+    one_mesh = re.search(r" +mesh = .*\n", (ROOT / NAME).read_text())[0]
+    two_dimensions = "".join(f"        {line}\n" for line in code.splitlines())
+    wide = ("(32, 32), ", "(32, 500), (500, 500), (500, 500), (500, 32), ")
+    few = [("MyTrainDataset(2048)", "MyTrainDataset(512)"), ("(512, seed", "(32, seed")]
+    words = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
+    words += " --rdzv-endpoint=node0:29500 -m variants.fsdp 1 1 --batch-size 16"
+    sent, saved = [], []
+    for name, mesh in (("fsdp", one_mesh), ("hsdp", two_dimensions)):
+        folder = tmp_path / name
+        plant(NAME, folder, wide, *few, (one_mesh, mesh))
+        with hosts.Hosts(2, folder) as two:
+            before = sent_by(two[0])
+            jobs = [host.start(words.split(), PYTHONPATH=folder) for host in two]
+            assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+            sent.append(sent_by(two[0]) - before)
+        saved.append(load(folder / "snapshot.pt")["MODEL_STATE"])
+    torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=1e-6)
+    model = 8 * 4 * sum(x.numel() for x in saved[0].values())
+    fsdp_sent, hsdp_sent = (x / model for x in sent)
+    print(f"times the model, each step: FSDP {fsdp_sent:.2f}, HSDP {hsdp_sent:.2f}")
+    assert 0.95 < hsdp_sent < 1.1
+    assert fsdp_sent > 2.2
+
+
+def test_the_recipes_of_the_chapter(tmp_path):
+    """What works, what raises an error, what is wrong in silence."""
+    words = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    done = Fork([*words, ROOT / "docs/sharding/recipes.py"], tmp_path).finish()
+    said = re.findall(r"(?m)^(\w+) +\| (.*)$", done.stdout)
+    assert dict(said[:1]) == {"clip": "norm 7.746, of rank 0's part 5.477"}
+    assert [x for x in said if x[0] == "accumulate"] == [
+        ("accumulate", "averaged after the first: True, sync off: False"),
+        ("accumulate", "after both, the same gradient: True"),
+    ]
+    rest = [text for topic, text in said if topic not in ("clip", "accumulate")]
+    starts = [
+        "embedding alone: Parameter 'embedding.weight' is shared",
+        "block, then all: True",
+        "aten.embedding.default got mixed torch.Tensor and DTensor",
+        "after register_fsdp_forward_method: no error",
+        "seeds (0, 0): ranks have the same rows: True",
+        "seeds (0, 1): ranks have the same rows: False",
+        "reduced in torch.bfloat16: 0.500000, in torch.float32",
+        "reduced in torch.float32: 0.500500, in torch.float32",
+        "(4, 4), of which rank 0 has 2 4",
+    ]
+    if torch.__version__ < "2.12":  # it unties the weights, and raises no error
+        starts[0] = "embedding alone: no error"
+    assert [text[: len(x)] for text, x in zip(rest, starts, strict=True)] == starts
+
+
+@pytest.mark.waits
+def test_the_table_of_the_chapter(tmp_path):
+    """Bytes of each parameter: the formula, and what 4 ranks hold."""
+    words = ["torchrun", "--standalone", "--nproc-per-node=4"]
+    done = Fork([*words, ROOT / "docs/sharding/memory.py"], tmp_path).finish()
+    row = r"(?m)^\S.*?\| +([\d.]+) \| +([\d.]+) \| +([\d.]+)$"
+    rows = [[*map(float, x)] for x in re.findall(row, done.stdout)]
+    assert [x[0] for x in rows] == [16, 10, 8, 4, 4]
+    assert [x[1] for x in rows] == pytest.approx([x[0] for x in rows], abs=0.11)
+    assert [x[2] for x in rows] == [8.3] * 4 + [4.4]

@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node=4 docs/sharding/memory.py
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see utils.py
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, BLOCKS, BATCH = 256, 15, 2048
+WIDTH, BLOCKS, BATCH = 64, 15, 512
 
 
 class Model(torch.nn.Module):
@@ -54,7 +55,7 @@ def kept_by(model):
 
 def prepare(way, checkpointed):
     model = Model(checkpointed)
-    if way in ("FSDP2", "HSDP"):
+    if way in ("FSDP", "HSDP"):
         shape = (2, ranks // 2) if way == "HSDP" else (1, ranks)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         for part in [*model.blocks, model]:
@@ -76,19 +77,21 @@ def measure(way, formula, checkpointed=False):
     model, optimizer = prepare(way, checkpointed)
     held = held_by(model, optimizer) / (BLOCKS * (WIDTH + 1) * WIDTH)
     kept = kept_by(model) / (BLOCKS * BATCH * WIDTH)
-    if dist.get_rank() == 0:
-        name = f"{way}, checkpointing" if checkpointed else way
-        print(f"{name:20} | {formula:7.1f} | {held:8.1f} | {kept:11.1f}", flush=True)
+    name = f"{way}, checkpointing" if checkpointed else way
+    return f"{name:20} | {formula:7.1f} | {held:8.1f} | {kept:11.1f}"
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
+    lines = [
+        "way                  | formula | measured | activations",
+        measure("DDP", 4 + 4 + 8),
+        measure("ZeRO-1", 4 + 4 + 8 / ranks),
+        measure("HSDP", (4 + 4 + 8) / (ranks // 2)),
+        measure("FSDP", (4 + 4 + 8) / ranks),
+        measure("FSDP", (4 + 4 + 8) / ranks, checkpointed=True),
+    ]
     if dist.get_rank() == 0:
-        print("way                  | formula | measured | activations")
-    measure("DDP", 4 + 4 + 8)
-    measure("ZeRO-1", 4 + 4 + 8 / ranks)
-    measure("HSDP", (4 + 4 + 8) / (ranks // 2))
-    measure("FSDP2", (4 + 4 + 8) / ranks)
-    measure("FSDP2", (4 + 4 + 8) / ranks, checkpointed=True)
+        print("\n".join(lines))
     dist.destroy_process_group()

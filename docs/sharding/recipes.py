@@ -65,8 +65,8 @@ def accumulate():
         model(tokens.float()[None]).sum().backward()
         plain(tokens.float()[None]).sum().backward()
         if not last:
-            waits = plain.weight.grad is not None, model.weight.grad is None
-            say("accumulate", "the first one is sent, or waits:", *waits)
+            on, off = (x.weight.grad is not None for x in (plain, model))
+            say("accumulate", f"averaged after the first: {on}, sync off: {off}")
     one, other = (x.weight.grad.full_tensor() for x in (model, plain))
     say("accumulate", "after both, the same gradient:", one.equal(other))
 
