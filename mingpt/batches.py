@@ -74,6 +74,8 @@ class StepSampler(Sampler):
 def eval_starts(n_tokens, block_size, batch_size, rank=0, world_size=1):
     """Where this rank's windows for validation begin: each token is predicted once."""
     # Windows past the end, which count nothing, make whole batches: torch.compile would
-    # compile again for a batch of another size.
+    # compile again for a batch of another size. All ranks have as many batches as rank
+    # 0, because a sharded model gathers its weights in each.
     starts = range(rank * block_size, n_tokens - 1, world_size * block_size)
-    return [*starts, *[n_tokens] * (-len(starts) % batch_size)]
+    most = len(range(0, n_tokens - 1, world_size * block_size))
+    return [*starts, *[n_tokens] * (most + -most % batch_size - len(starts))]

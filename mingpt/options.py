@@ -70,6 +70,8 @@ def make_parser(doc):
     add("--dropout", type=fraction, default=0.0, help="between 0 (default) and 1")
     text = "compute activations again in the backward pass: slower, less memory"
     add("--checkpoint", action="store_true", help=text)
+    text = "leave each rank a part of the model: it may be larger than a device"
+    add("--shard", action="store_true", help=text)
     text = "of the first weights, the order of the text and the dropout (default: 0)"
     add("--seed", type=int, default=0, help=text)
     text = "steps between evaluations, samples and snapshots (default: a tenth)"

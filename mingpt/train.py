@@ -18,10 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, data, options, report
+from mingpt import batches, data, options, report, shard
 
 
 def ddp_setup(device):
@@ -46,11 +47,12 @@ class Trainer:
         self.dtype = options.DTYPES[args.precision]
         scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
-        self.model = model.to(device)
+        self.model = model if args.shard else model.to(device)
         if args.compile == "on":
             self.model.compile(dynamic=False, options=options.compile_options(device))
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
-        if dist.get_world_size() > 1:  # one rank has no other to average with
+        # One rank has no other to average with. A sharded model averages by itself.
+        if dist.get_world_size() > 1 and not args.shard:
             self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
             self.no_sync = self.ddp_model.no_sync
         self.optimizer = optimizer
@@ -63,6 +65,8 @@ class Trainer:
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
+        if args.shard:  # also what was loaded
+            shard.shard(model, optimizer, device, self.dtype, self.cpu_group)
 
     def train(self):
         self._print(report.describe_run(self))
@@ -156,7 +160,7 @@ class Trainer:
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded
-            loss_sum += loss * counted
+            loss_sum += (loss * counted).where(counted > 0, 0)  # of none, it is NaN
             tokens += counted
         loss_sum, tokens = self._sum(loss_sum, tokens)
         bits_per_byte = loss_sum / math.log(2) / self.corpus.val_bytes
@@ -186,7 +190,8 @@ class Trainer:
     def _check_finite(self, loss=0.0):
         """End with one line, nothing saved, if the loss or a weight is not finite."""
         self._finish_writing()
-        finite = all(x.isfinite().all() for x in self.model.parameters())
+        weights = map(shard.local, self.model.parameters())
+        finite = all(x.isfinite().all() for x in weights)
         if any(self._sum(not (finite and math.isfinite(loss)))):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             what = f"step {self.steps_run}: the loss or a weight is not finite"
@@ -203,9 +208,9 @@ class Trainer:
             "WINDOWS_RUN": self.windows_run,
             "CONFIGURATION": options.configuration(self.args, self.corpus, self.model),
         }
+        # A copy, because the next steps change the weights while it is written.
+        snapshot = copy_to_cpu(snapshot, {})
         if dist.get_rank() == 0:  # one rank writes
-            # A copy, because the next steps change the weights while it is written.
-            snapshot = copy_to_cpu(snapshot, {})
             self.writing = self.writer.submit(utils.save_atomically, snapshot, path)
         self._print(f"saving step {self.steps_run} to {path}")
 
@@ -236,10 +241,16 @@ class Trainer:
 
 
 def copy_to_cpu(value, copies):
-    """`value`, all tensors in its dicts and lists copied. Tied ones stay tied."""
+    """`value`, all tensors in its dicts and lists copied. Tied ones stay tied.
+
+    All ranks gather what is sharded, one tensor at a time. Rank 0 has the copies.
+    """
     if isinstance(value, torch.Tensor):
-        place = value.data_ptr(), value.dtype, value.shape, value.stride()
-        return copies.setdefault(place, value.detach().to("cpu", copy=True))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() > 0:
+            return None
+        place = shard.local(value).data_ptr(), value.dtype, value.shape, value.stride()
+        return copies.setdefault(place, whole.detach().to("cpu", copy=True))
     if isinstance(value, dict):
         return {name: copy_to_cpu(x, copies) for name, x in value.items()}
     return [copy_to_cpu(x, copies) for x in value] if isinstance(value, list) else value

@@ -139,14 +139,19 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
 
 
 @pytest.mark.parametrize(
-    "model", ["mingpt.model", pytest.param("mingpt.modern", marks=pytest.mark.waits)]
+    "model",
+    [
+        "mingpt.model",
+        pytest.param("mingpt.modern", marks=pytest.mark.waits),
+        pytest.param("mingpt.modern --shard", marks=pytest.mark.waits),
+    ],
 )
 def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     reference, stopped = tmp_path / "a", tmp_path / "b"
     reference.mkdir()
     stopped.mkdir()
-    options = [*RESUMABLE, "--model", model]
+    options = [*RESUMABLE, "--model", *model.split()]
     trained(gpt, *options, cwd=reference, nprocs=2)
     env = {"DO": "sigterm", "AT_STEP": 8, "RANK_ONLY": 1}
     done = gpt(*options, cwd=stopped, nprocs=2, **env)
@@ -303,9 +308,10 @@ def test_another_batch_goes_on_after_what_is_trained(gpt, saved, tmp_path):
 
 @pytest.mark.waits
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits(gpt, saved, tmp_path, precision):
+@pytest.mark.parametrize("more", [[], ["--shard"]])
+def test_sixteen_bits(gpt, saved, tmp_path, precision, more):
     """It trains nearly what float32 trains, and a scaler is there for fp16 alone."""
-    trained(gpt, *SHORT, "--precision", precision, cwd=tmp_path)
+    trained(gpt, *SHORT, "--precision", precision, *more, cwd=tmp_path)
     snapshot = load(tmp_path / "mingpt.pt")
     assert bool(snapshot["SCALER_STATE"]) == (precision == "fp16")
     difference = (weights(tmp_path / "mingpt.pt") - weights(saved)).abs().max()

@@ -1,0 +1,85 @@
+"""mingpt.train --shard: the training without it, with a part of the model on a rank."""
+
+import pytest
+import torch
+
+from mingpt.model import GPT, GPTConfig
+from tests.gpt_checks import tokens
+from tests.test_gpt_train import gpt, metrics, text  # noqa: F401  gpt, text: fixtures
+from tools.proofs.results import load, weights
+from tools.scripts import ROOT
+
+# Ranks draw different weights, in float64, and write down how many bytes they hold.
+OWN = """
+import os, torch
+from mingpt import model
+from mingpt.model import GPTConfig, make_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_each_step
+rank = os.environ.get("RANK", "0")
+class GPT(model.GPT):
+    def __init__(self, config):
+        torch.manual_seed(int(rank))
+        super().__init__(config)
+        self.double()
+def hold(optimizer, *_):
+    held = [y for x, s in optimizer.state.items() for y in (x, x.grad, *s.values())]
+    held = sum(getattr(x, "_local_tensor", x).nbytes for x in held)
+    open(f"held.{rank}", "w").write(str(held))
+after_each_step(hold)
+"""
+OPTIONS = ["--model", "own", "--steps", 8, "--eval-every", 4, "--clip", 0.5]
+# The validation text has 125 blocks: 32 batches for rank 0, 31 for rank 1.
+TWO = ["--batch-size", 2, "--accumulate", 2]
+
+
+@pytest.fixture(scope="module")
+def runs(gpt, tmp_path_factory):  # noqa: F811
+    """`run(folder, *options, ...)`, and two folders: without --shard, and with it."""
+    (own := tmp_path_factory.mktemp("own")).joinpath("own.py").write_text(OWN)
+
+    def run(folder, *options, good=True, **how):
+        folder.mkdir(exist_ok=True)
+        how |= {"cwd": folder, "PYTHONPATH": f"{ROOT}:{own}"}
+        done = gpt(*OPTIONS, *options, **how)
+        assert (done.returncode == 0) == good, done.stdout + done.stderr
+
+    run(own / "whole", *TWO, nprocs=2)
+    run(own / "parts", *TWO, "--shard", nprocs=2)
+    return run, own / "whole", own / "parts"
+
+
+def check_runs(one, other, *losses):
+    one, other = ((weights(x / "mingpt.pt"), metrics(x)) for x in (one, other))
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-12)
+    for rows in zip(one[1], other[1], strict=True):
+        values = [[row[name] for name in losses] for row in rows]
+        torch.testing.assert_close(*values, rtol=1e-6, atol=0)  # summed in float32
+
+
+def test_trains_the_same_with_half_of_the_bytes(runs):
+    check_runs(*runs[1:], "train loss", "val loss")
+    held = [int(x.read_text()) for y in runs[1:] for x in sorted(y.glob("held.*"))]
+    assert max(held[2:]) < 0.52 * held[0] < sum(held[2:])
+
+
+def test_resumes_without_it_and_with_it(runs, tmp_path):
+    """On two ranks, one without --shard, two. SIGTERM stops the first two runs."""
+    one = ["--batch-size", 4, "--accumulate", 2]
+    for step, *more in ((1, *TWO, "--shard"), (5, *one), (9, *TWO, "--shard")):
+        how = {"nprocs": None if more == one else 2, "good": step == 9}
+        runs[0](tmp_path, *more, **how, DO="sigterm", AT_STEP=step)
+        assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
+    check_runs(tmp_path, runs[1], "val loss")
+
+
+def test_transformers_loads_what_it_trained(runs, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="its GPT-2 is the judge")
+    from tests.test_gpt_weights import save_gpt2
+
+    snapshot = load(runs[2] / "mingpt.pt")
+    model = GPT(GPTConfig(**snapshot["CONFIGURATION"]["config"]))
+    model.load_state_dict(snapshot["MODEL_STATE"])
+    save_gpt2(model.eval(), tmp_path)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    idx = tokens(model)
+    torch.testing.assert_close(model(idx)[0], theirs(idx).logits, rtol=0, atol=1e-4)
