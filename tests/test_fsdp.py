@@ -46,7 +46,8 @@ def test_the_losses_of_multinode(runs, multinode, tmp_path):
 @pytest.mark.parametrize("nprocs", [2, 3])
 def test_a_rank_holds_its_share_of_the_rows(tmp_path, nprocs):
     """Of weights, gradients and momentum. The last layer has one row for all ranks."""
-    script = plant(NAME, tmp_path / "copy", hooks=["fsdp:held"])
+    unnamed = "init_process_group(backend, ", "init_process_group("  # as if NCCL's
+    script = plant(NAME, tmp_path / "copy", unnamed, hooks=["fsdp:held"])
     train(script, 1, 1, cwd=tmp_path, nprocs=nprocs)
     shapes = [x.shape for x in objects_of(NAME)[2].parameters()]
     for rank in range(nprocs):
@@ -56,7 +57,7 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path, nprocs):
             mine = max(0, min(each, rows - rank * each))
             numbers += mine * math.prod(rest)
         held = json.loads((tmp_path / f"held.{rank}.json").read_text())
-        assert held == [4 * numbers] * 3
+        assert held == ["gloo", 300, *[4 * numbers] * 3]
 
 
 # Snapshots
@@ -82,24 +83,36 @@ def test_resumes_on_other_numbers_of_ranks_and_in_other_scripts(
     torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
 
 
+def test_it_resumes_from_a_plain_snapshot_with_buffers(tmp_path):
+    path = str(tmp_path / "snapshot.pt")
+    script = plant(NAME, tmp_path / "copy", hooks=["models:batch_norm"])
+    train(script, 1, 1, cwd=tmp_path)
+    fsdp.put_together(path, path)
+    done = train(script, 2, 1, cwd=tmp_path)
+    assert "1 of 2 epochs are finished in snapshot.pt" in done.stdout
+
+
 @pytest.mark.parametrize(
-    ("moment", "saved"), [("parts", 1), ("pointer", 1), ("old", 2)]
+    ("moment", "saved"), [("parts", 1), ("pointer", 1), ("old", 2), ("error", 1)]
 )
-def test_killed_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved):
+def test_stopped_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved):
     script = plant(NAME, tmp_path / "copy", hooks=["fsdp:in_second_save"])
     done = launch(script, 3, 1, cwd=tmp_path, real="", KILLED=moment)
     assert done.returncode == 1
+    assert "epoch 1 saved to snapshot.pt" in done.stdout
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == saved
 
 
 def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
     """https://github.com/pytorch/pytorch/issues/144657"""
     for name, hooks in (("one", []), ("other", ["fsdp:changed_while_saving"])):
+        hooks = [*hooks, "float64"]
         (tmp_path / name).mkdir()
         script = plant(NAME, tmp_path / f"copy of {name}", hooks=hooks)
         train(script, 1, 1, cwd=tmp_path / name)
     one, other = (load(tmp_path / x / "snapshot.pt") for x in ("one", "other"))
     assert same_bits(one, other)
+    assert one["MODEL_STATE"]["0.weight"].dtype == torch.float64
 
 
 def test_one_folder_is_left_and_other_files_stay(runs):

@@ -39,12 +39,12 @@ def shard(model, optimizer, mesh):
     blocks = [x for y in model.modules() if isinstance(y, lists) for x in y]
     if not blocks:
         utils.error("the model has no list of blocks that could be sharded")
-    whole = list(model.parameters())
+    number = {x: i for i, x in enumerate(model.parameters())}
     for part in [*reversed(blocks), model]:  # the inner ones first
         fully_shard(part, mesh=mesh)  # whole only while it computes
-    parts = dict(zip(whole, model.parameters(), strict=True))
+    parts = list(model.parameters())
     for group in optimizer.param_groups:  # or it would train the old parameters
-        group["params"] = [parts[x] for x in group["params"]]
+        group["params"] = [parts[number[x]] for x in group["params"]]
 
 
 def map_tensors(value, change, name=""):
@@ -64,13 +64,13 @@ class Saver:
 
     def __init__(self):
         self.group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
-        self.thread, self.saving, self.folder = ThreadPoolExecutor(1), None, ""
+        self.thread, self.saving, self.folder = ThreadPoolExecutor(), None, ""
 
     def save(self, snapshot, path):
         self.finish()
         tensors, name = {}, [os.urandom(4).hex()]  # a new name: no other job has it
         map_tensors(snapshot, tensors.setdefault)
-        dist.broadcast_object_list(name, group=self.group)
+        dist.broadcast_object_list(name)
         folder = f"{os.path.realpath(path)}.{name[0]}"
         written = dcp.async_save(  # copies, because the next steps change the tensors
             tensors, checkpoint_id=folder, process_group=self.group
@@ -111,8 +111,7 @@ def fill_in(snapshot, path, likes):
         if tensor.is_meta:
             return missing.setdefault(name, torch.empty_like(like, dtype=tensor.dtype))
         if isinstance(like, DTensor):  # the snapshot of another script is whole
-            where = like.device_mesh, like.placements
-            return distribute_tensor(tensor, *where, src_data_rank=None)
+            return distribute_tensor(tensor, like.device_mesh, like.placements)
         return tensor
 
     snapshot |= map_tensors(snapshot, fill)

@@ -19,14 +19,20 @@ def nbytes(tensors):
 
 
 def held(script):
-    """held.RANK.json: the bytes of weights, gradients and momentum after training."""
+    """held.RANK.json: the bytes of weights, gradients and momentum after training.
+
+    And the backend and the time-out, in seconds, of the group that saves.
+    """
 
     def train(inner, self, *arguments):
         inner(self, *arguments)
         weights = list(self.model.parameters())
         states = [x for y in self.optimizer.state.values() for x in y.values()]
         gradients = [x.grad for x in weights]
-        write("held", [nbytes(x) for x in (weights, gradients, states)])
+        group = self.saver.group
+        options = group._get_backend(torch.device("cpu")).options
+        facts = [dist.get_backend(group), options._timeout.total_seconds()]
+        write("held", [*facts, *(nbytes(x) for x in (weights, gradients, states))])
 
     replace(script["Trainer"], "train", train)
 
@@ -36,11 +42,13 @@ def in_second_save(script):
 
     `parts`: before the last rank writes its own. `pointer`: before the file that names
     the folder is replaced. `old`: after that, before the old folder is removed.
+    `error`: instead of a kill, this file cannot be replaced.
     """
     moment = os.environ["KILLED"]
     owner, name = {
         "parts": (dcp.FileSystemWriter, "write_data"),
         "pointer": (os, "replace"),
+        "error": (os, "replace"),
         "old": (script["shutil"], "rmtree"),
     }[moment]
     calls = []
@@ -49,6 +57,8 @@ def in_second_save(script):
         calls.append(1)
         mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
         if len(calls) == 2 and mine:
+            if moment == "error":
+                raise OSError("planted")
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(*arguments, **options)
 
