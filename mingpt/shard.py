@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 
 def shard(model, optimizer, device, dtype, cpu_group):
@@ -37,8 +37,3 @@ def like(part, x):
     if x.shape != part.shape:  # such as the step of Adam
         return x.to(part.device)
     return distribute_tensor(x, part.device_mesh, part.placements, src_data_rank=None)
-
-
-def local(x):
-    """What this rank has of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -190,8 +190,7 @@ class Trainer:
     def _check_finite(self, loss=0.0):
         """End with one line, nothing saved, if the loss or a weight is not finite."""
         self._finish_writing()
-        weights = map(shard.local, self.model.parameters())
-        finite = all(x.isfinite().all() for x in weights)
+        finite = all(x.isfinite().all() for x in self.model.parameters())
         if any(self._sum(not (finite and math.isfinite(loss)))):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             what = f"step {self.steps_run}: the loss or a weight is not finite"
@@ -246,10 +245,12 @@ def copy_to_cpu(value, copies):
     All ranks gather what is sharded, one tensor at a time. Rank 0 has the copies.
     """
     if isinstance(value, torch.Tensor):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = part = value
+        if isinstance(value, DTensor):
+            whole, part = value.full_tensor(), value.to_local()
         if dist.get_rank() > 0:
             return None
-        place = shard.local(value).data_ptr(), value.dtype, value.shape, value.stride()
+        place = part.data_ptr(), value.dtype, value.shape, value.stride()
         return copies.setdefault(place, whole.detach().to("cpu", copy=True))
     if isinstance(value, dict):
         return {name: copy_to_cpu(x, copies) for name, x in value.items()}

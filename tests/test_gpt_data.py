@@ -293,6 +293,7 @@ def test_validation_predicts_each_token_once(world_size):
                 predicted += targets[targets >= 0].tolist()
         assert sorted(predicted) == list(range(1, n_tokens))
     assert batches.eval_starts(65, 32, 1) == [0, 32]  # nothing follows token 64
+    assert len(batches.eval_starts(41, 8, 2, 1, 2)) == 4  # as rank 0 has
 
 
 @pytest.mark.parametrize("n_tokens", [9, 15, 16, 17, 24, 100, 1001])
