@@ -156,6 +156,13 @@ def test_a_model_without_blocks(tmp_path):
     assert line == "the model has no list of blocks that could be sharded"
 
 
+def test_blocks_that_share_a_weight(tmp_path):
+    tied = SHARDED.replace("32", "20") + "    model[0].weight = model[1].weight\n"
+    script = plant(NAME, tmp_path / "copy", (SHARDED, tied))
+    line = line_of(script, 1, 1, cwd=tmp_path)
+    assert line == "two blocks share a weight: they must be one block"
+
+
 def test_a_snapshot_of_another_model(runs, copy_of):
     path = copy_of(runs(NAME)[0])
     script = plant(NAME, path.parent / "copy", ("(32, 32), ", ""))
@@ -273,7 +280,7 @@ def test_the_recipes_of_the_chapter(tmp_path):
         "seeds (0, 1): ranks have the same rows: False",
         "reduced in torch.bfloat16: 0.500000, in torch.float32",
         "reduced in torch.float32: 0.500500, in torch.float32",
-        "(4, 4), of which rank 0 has 2 4",
+        "shape (4, 4), rank 0 holds (2, 4)",
     ]
     if torch.__version__ < "2.12":  # it unties the weights, and raises no error
         starts[0] = "embedding alone: no error"

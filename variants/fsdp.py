@@ -35,14 +35,16 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):
 
 def shard(model, optimizer, mesh):
     """Leave this rank a part of each parameter, in `model` and in `optimizer`."""
-    lists = torch.nn.ModuleList, torch.nn.Sequential
-    blocks = [x for y in model.modules() if isinstance(y, lists) for x in y]
-    if not blocks:
+    lists = [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
+    lists += [model] if isinstance(model, torch.nn.Sequential) else []
+    if not lists:
         utils.error("the model has no list of blocks that could be sharded")
     number = {x: i for i, x in enumerate(model.parameters())}
-    for part in [*reversed(blocks), model]:  # the inner ones first
+    for part in reversed([model, *(x for blocks in lists for x in blocks)]):
         fully_shard(part, mesh=mesh)  # whole only while it computes
     parts = list(model.parameters())
+    if len(parts) != len(number):
+        utils.error("two blocks share a weight: they must be one block")
     for group in optimizer.param_groups:  # or it would train the old parameters
         group["params"] = [parts[number[x]] for x in group["params"]]
 
@@ -55,7 +57,6 @@ def map_tensors(value, change, name=""):
 
 
 def to_meta(_, tensor):
-    """The tensor's shape and type, without its data."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -94,14 +95,14 @@ class Saver:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's, but for its own list of parts: that is a pickle, which can run code."""
+    """DCP's, without its own list of parts: that is a pickle, which can run code."""
 
     def read_metadata(self, *_, **__):
         return self.parts
 
 
 def fill_in(snapshot, path, likes):
-    """Read the tensors: what `likes`, {name: DTensor}, has, as sharded as there."""
+    """Read the tensors, each sharded like the one of its name in `likes`."""
     missing = {}
 
     def fill(name, tensor):
@@ -146,9 +147,9 @@ class Trainer:
         snapshot_path: str,
     ):
         self.device = device
-        self.model = model.to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(self.model, optimizer, mesh)
+        shard(model, optimizer, mesh)  # before it moves: no device holds all of it
+        self.model = model.to(device)
         self.loss_fn = loss_fn.to(device)  # class weights move, too
         self.optimizer = optimizer
         self.train_data = train_data

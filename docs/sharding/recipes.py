@@ -113,7 +113,8 @@ def compute_in_bfloat16(reduce_dtype):
 def save_on_rank_0():
     state = shard(torch.nn.Linear(4, 4)).state_dict()
     tensor = state["weight"]
-    say("save", f"{tuple(tensor.shape)}, of which rank 0 has", *tensor.to_local().shape)
+    local = tuple(tensor.to_local().shape)
+    say("save", f"shape {tuple(tensor.shape)}, rank 0 holds {local}")
 
 
 if __name__ == "__main__":
