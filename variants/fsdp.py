@@ -86,7 +86,7 @@ class Saver:
             snapshot["LIST"].storage_meta = None  # a path, which is not needed
             utils.save_atomically(snapshot, path)
             shutil.rmtree(self.folder, ignore_errors=True)
-            print(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}", flush=True)
+            print(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}")
         self.folder = folder
 
     def finish(self):
