@@ -57,7 +57,7 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path, nprocs):
             mine = max(0, min(each, rows - rank * each))
             numbers += mine * math.prod(rest)
         held = json.loads((tmp_path / f"held.{rank}.json").read_text())
-        assert held == ["gloo", 300, *[4 * numbers] * 3]
+        assert held == ["gloo", 300, True, *[4 * numbers] * 3]
 
 
 # Snapshots
@@ -197,7 +197,8 @@ def test_other_scripts_refuse_parts(runs, copy_of):
 def test_ranks_with_unequally_many_batches(tmp_path):
     """65 held-out samples in batches of 32: rank 0 has two of them, and rank 1 one."""
     few = "MyTrainDataset(512, seed=1)", "MyTrainDataset(65, seed=1)"
-    script = plant(NAME, tmp_path / "copy", few)
+    noted = "    self.model(source)\n", "    print('one more') or self.model(source)\n"
+    script = plant(NAME, tmp_path / "copy", few, noted)
     text = script.read_text()  # a rank that waits alone raises soon
     script.write_text(text.replace("timedelta(minutes=5)", "timedelta(seconds=10)"))
     curves = []
@@ -205,7 +206,9 @@ def test_ranks_with_unequally_many_batches(tmp_path):
         folder = tmp_path / str(nprocs)
         folder.mkdir()
         args = (1, 1, "--batch-size", 64 // nprocs)
-        curves += losses(train(script, *args, cwd=folder, nprocs=nprocs))
+        done = train(script, *args, cwd=folder, nprocs=nprocs)
+        curves += losses(done)
+        assert done.stdout.count("one more") == nprocs - 1
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-6, atol=2e-6)
 
 

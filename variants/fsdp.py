@@ -215,7 +215,7 @@ class Trainer:
             loss_sum += self.loss_fn(output, targets) * len(source)
         # Each forward pass gathers parameters, so all ranks make equally many.
         for _ in range(batches.item() - len(self.eval_data)):
-            self.model(self.eval_data.dataset[0][0][None].to(self.device))
+            self.model(source)
         dist.all_reduce(loss_sum)
         return loss_sum.item() / len(self.eval_data.dataset)
 

@@ -21,8 +21,15 @@ def nbytes(tensors):
 def held(script):
     """held.RANK.json: the bytes of weights, gradients and momentum after training.
 
-    And the backend and the time-out, in seconds, of the group that saves.
+    And of the group that saves: backend, time-out in seconds, whether DCP has it.
     """
+    groups = []
+
+    def save(inner, *arguments, process_group=None, **options):
+        groups.append(process_group)
+        return inner(*arguments, process_group=process_group, **options)
+
+    replace(dcp, "async_save", save)
 
     def train(inner, self, *arguments):
         inner(self, *arguments)
@@ -32,6 +39,7 @@ def held(script):
         group = self.saver.group
         options = group._get_backend(torch.device("cpu")).options
         facts = [dist.get_backend(group), options._timeout.total_seconds()]
+        facts.append(groups == [group])
         write("held", [*facts, *(nbytes(x) for x in (weights, gradients, states))])
 
     replace(script["Trainer"], "train", train)
