@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node=2 -m variants.fsdp 10 5
 On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
 """
 
+import gc
 import os
 import shutil
 import time
@@ -13,8 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader
 
 import utils
 
-# DCP's list of parts, in the snapshot, is made of these. No others are read.
 KINDS = [x for x in vars(metadata).values() if isinstance(x, type)]
-torch.serialization.add_safe_globals([*KINDS, _StorageInfo])
+torch.serialization.add_safe_globals([*KINDS, filesystem._StorageInfo])
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):
@@ -213,9 +212,8 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        # Each forward pass gathers parameters, so all ranks make equally many.
         for _ in range(batches.item() - len(self.eval_data)):
-            self.model(source)
+            self.model(source)  # all ranks must gather equally often
         dist.all_reduce(loss_sum)
         return loss_sum.item() / len(self.eval_data.dataset)
 
@@ -298,6 +296,9 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
+    vars(next(model.parameters()).device_mesh).clear()  # caches keep it, and its group
+    del model, optimizer  # or the exit may hang
+    gc.collect()
     dist.destroy_process_group()  # once the Trainer is gone
 
 
