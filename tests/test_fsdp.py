@@ -197,7 +197,8 @@ def test_other_scripts_refuse_parts(runs, copy_of):
 def test_ranks_with_unequally_many_batches(tmp_path):
     """65 held-out samples in batches of 32: rank 0 has two of them, and rank 1 one."""
     few = "MyTrainDataset(512, seed=1)", "MyTrainDataset(65, seed=1)"
-    noted = "  self.model(source)  # all", "  print('one more') or self.model(source)  # all"
+    line = "self.model(source)  # all ranks"
+    noted = line, f"print('one more') or {line}"
     script = plant(NAME, tmp_path / "copy", few, noted)
     text = script.read_text()  # a rank that waits alone raises soon
     script.write_text(text.replace("timedelta(minutes=5)", "timedelta(seconds=10)"))
