@@ -45,9 +45,10 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     env = {"MARK": mark, "IN_STEP_80": "raise"}
     done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
     assert done.returncode == 1
-    summary = done.stderr.split("Root Cause (first observed failure):")[1]
-    assert "rank      : 1 (local_rank: 1)" in summary
-    assert "ValueError: planted" in summary
+    # It counts in seconds: rank 0's lost connection may pass for the root cause.
+    report = done.stderr.split(" FAILED\n")[1]
+    assert "rank      : 1 (local_rank: 1)" in report
+    assert "ValueError: planted" in report
     assert not left_over(mark)
 
 
