@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -139,6 +140,8 @@ def typed(tmp_path_factory, request):
         folder, log, finish = started.get(name) or start(name)
         done = finish()
         assert done.returncode == 0, done.stdout + done.stderr
+        # torch.profiler logs there that it starts and stops; such lines may mingle.
+        done = done._replace(stderr=re.sub("(?m)^(USDT:.*)?\n", "", done.stderr))
         return folder, done, [x.read_text() for x in log.iterdir()]
 
     return run

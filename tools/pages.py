@@ -10,11 +10,11 @@ from tools.scripts import ROOT, InputError, read_lines
 # Every page of docs/ in the order of reading, by what a reader wants from it.
 GROUPS = {
     "Learn": "0_intro 1_single_gpu 2_multigpu 3_fault_tolerance 4_multinode 5_minGPT"
-    " modern_gpt 7_sharding theory glossary",
-    "Do": "which_one convert_your_script make_it_real slurm preflight",
+    " modern_gpt 7_sharding 8_slower theory glossary",
+    "Do": "which_one convert_your_script make_it_real slurm preflight predict",
     "When it breaks": "it_hangs troubleshooting when_machines_fail",
-    "Variants": "ddp_by_hand data_parallel gradient_accumulation mixed_precision"
-    " multinode_spawn real_job preemptible ddp2 train_loop",
+    "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
+    " mixed_precision multinode_spawn real_job preemptible ddp2 train_loop",
     "Evidence": "what_is_proven",
 }
 GROUPS = {group: names.split() for group, names in GROUPS.items()}

@@ -29,6 +29,7 @@ VARIES = [
     r"[\d,]+(?= (?:samples|tokens)/s)",
     r"\d+% of [\d.]+(?= TFLOP/s)",
     r"\d+ min \d+(?= s left)",
+    r" *\d+\.\d+ ms +\d+%",  # in columns
     r"\d+\.\d+ ?m?s\b",
     r"\d+\.\d+(?= small all-reduces)",
     r"(?<=pid: )\d+",

@@ -1,0 +1,250 @@
+"""Predict how fast your job trains on more machines, and what limits it.
+
+Type the time of a step on one GPU, the size of the model and the link of a machine:
+
+    python cluster/predict.py --step-ms 180 --parameters 124e6 --link 100Gbit \\
+        --gpus 8 --nodes 1 2 4 8 16
+
+or what variants/profiled.py has measured: --measure FILE --link 100Gbit. Each GPU keeps
+its batch (weak scaling), so the efficiency is the time of a step on one GPU divided by
+its time on all. --table compares links from InfiniBand to the internet.
+
+--link is what ONE machine sends in one direction, all its cards together. Type what you
+have measured, because a link seldom carries what its name says. The prediction leaves
+out slow disks, the traffic of others and what sending takes from computing, so a real
+job is slower. Exit status 2: the input is bad. It needs Python and nothing else.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import re
+import statistics
+from collections import namedtuple
+from math import ceil, inf, log2
+
+WAYS = ("ddp", "fsdp", "hsdp")
+HOP_S = 3e-6  # latency from GPU to GPU in a machine, about what NCCL assumes of NVLink
+# compute: seconds of a micro-batch; backward: its share of them; sizes in bytes.
+Job = namedtuple("Job", "compute backward gradients weights layers accumulate bucket")
+# link: bytes/s of a machine; inside: of a GPU in it; latency: seconds of a message from
+# machine to machine; algorithm: of all-reduce, ring or tree, or None for the faster.
+Cluster = namedtuple("Cluster", "gpus link inside latency jitter algorithm")
+Step = namedtuple("Step", "compute bandwidth latency stragglers")  # seconds
+LINKS = [  # for --table: name, rate, latency in µs, GPUs in a machine
+    ("InfiniBand, 8 x 400 Gbit/s", "3200Gbit", 10, 8),
+    ("InfiniBand, 400 Gbit/s", "400Gbit", 10, 8),
+    ("Ethernet, 100 Gbit/s", "100Gbit", 15, 8),
+    ("Ethernet, 10 Gbit/s", "10Gbit", 50, 8),
+    ("internet, 100 Mbit/s", "100Mbit", 30_000, 1),
+]
+TABLE_GPUS = (8, 64, 512, 4096, 100_000)
+
+
+def send(size, hops, nodes, cluster):
+    """Seconds of `size` bytes over the slowest link that these nodes need, after `hops`
+    messages in a row: so many between machines, and so many between GPUs in one."""
+    rates = [cluster.link] * (nodes > 1) + [cluster.inside] * (cluster.gpus > 1)
+    latency = hops[0] * cluster.latency + hops[1] * min(HOP_S, cluster.latency)
+    return size / min(rates, default=inf) + latency
+
+
+def ring(passes, size, nodes, cluster):
+    """Seconds in which `size` bytes go round all GPUs of the nodes.
+
+    One pass is an all-gather or a reduce-scatter, and two are an all-reduce. In a pass,
+    each of W ranks sends (W - 1)/W of the bytes in W - 1 messages: Patarasuk and Yuan
+    2009, doi.org/10.1016/j.jpdc.2008.09.002. The ring enters each machine once.
+    """
+    ranks = nodes * cluster.gpus
+    share, hops = size * (ranks - 1) / ranks, (nodes - 1, ranks - nodes)
+    return passes * send(share, hops, nodes, cluster)
+
+
+def all_reduce(size, nodes, cluster):
+    """Seconds of an all-reduce by ring or tree. Like NCCL, it takes the faster one.
+
+    In two trees, of half the bytes each, a rank sends all bytes up and down once, by
+    log2(nodes) machines, in each of which the GPUs are a chain: Sanders, Speck, Träff
+    2009, doi.org/10.1016/j.parco.2009.09.001. `algorithm` may name one.
+    """
+    tree = 2 * send(size, (ceil(log2(nodes)), cluster.gpus - 1), nodes, cluster)
+    times = {"ring": ring(2, size, nodes, cluster), "tree": tree}
+    return times.get(cluster.algorithm, min(times.values()))
+
+
+def slowest_rank(ranks, jitter):
+    """Compute time of the slowest of W ranks, whose mean is 1 and standard deviation
+    `jitter`: about the normal quantile (W - 3/8)/(W + 1/4), as Blom 1958 found in
+    "Statistical Estimates and Transformed Beta-Variables"."""
+    quantile = (ranks - 0.375) / (ranks + 0.25)
+    return 1 + jitter * statistics.NormalDist().inv_cdf(quantile)
+
+
+def ddp(job, slow, nodes, cluster):
+    """Seconds of a step with DDP, whose buckets leave while backward computes.
+
+    slow: how much longer than job.compute it computes. The first bucket has 1 MiB. A
+    bucket is ready when backward has computed its share of the gradients, and the link
+    sends one after the other. Nothing hides the last one, which is ready when backward
+    ends. An accumulation sends with its last micro-batch. Li et al. 2020,
+    arxiv.org/abs/2006.15704, section 3.2.
+    """
+    backward = slow * job.compute * job.backward
+    ready = sent = 0  # bytes of gradients; seconds since backward began
+    while ready < job.gradients:
+        size = min(job.bucket if ready else 2**20, job.gradients - ready)
+        ready += size
+        begun = max(sent, backward * ready / job.gradients)
+        sent = begun + all_reduce(size, nodes, cluster)
+    return job.accumulate * slow * job.compute + sent - backward
+
+
+def fsdp(job, slow, nodes, cluster, hybrid=False):
+    """Seconds of a step with FSDP2, or with HSDP if `hybrid`.
+
+    A layer is gathered for forward and for backward, then its gradients are reduced and
+    scattered: 1.5 times DDP's bytes (ZeRO, arxiv.org/abs/1910.02054, section 7), in
+    rings. A layer is gathered while the one before computes (Zhao et al. 2023,
+    arxiv.org/abs/2304.11277, section 3.3). HSDP does so in each machine, and then the
+    machines all-reduce: each GPU its part, together a layer's gradients (3.2.2). An
+    accumulation gathers for every micro-batch, and reduces with the last.
+    """
+    group, gradients = 1 if hybrid else nodes, job.gradients / job.layers
+    gather = ring(1, job.weights / job.layers, group, cluster)
+    reduce = ring(1, gradients, group, cluster)
+    between = all_reduce(gradients, nodes // group, cluster._replace(gpus=1))
+    layer = slow * job.compute / job.layers
+    forward = [(1 - job.backward) * layer] * job.layers  # the optimizer's time, too
+    todo = (forward + [job.backward * layer] * job.layers) * job.accumulate
+    gathered = group_free = gather  # nothing hides the first one
+    computed = between_free = 0
+    for left, seconds in zip(range(len(todo))[::-1], todo, strict=True):
+        begun = max(computed, gathered)
+        computed = begun + seconds
+        gathered = group_free = max(group_free, begun) + gather * (left > 0)
+        if left < job.layers:  # the last backward
+            group_free = max(group_free, computed) + reduce
+            between_free = max(between_free, group_free) + between
+    return max(computed, group_free, between_free)
+
+
+def predict(way, job, nodes, cluster):
+    """The parts of a Step: what it takes longer when links are no longer infinitely
+    fast, then when messages have a latency, then when ranks differ."""
+    step = ddp if way == "ddp" else functools.partial(fsdp, hybrid=way == "hsdp")
+    at_once = step(job, 1, nodes, cluster._replace(latency=0))
+    alike = step(job, 1, nodes, cluster)
+    real = step(job, slowest_rank(nodes * cluster.gpus, cluster.jitter), nodes, cluster)
+    compute = job.accumulate * job.compute
+    return Step(compute, at_once - compute, alike - at_once, real - alike)
+
+
+def judge(step):
+    """(efficiency, what limits it): the share of a step that computes (weak scaling),
+    and the part that costs most, or "compute" if the others cost 10 % or less."""
+    efficiency = step.compute / sum(step)
+    most = max(Step._fields[1:], key=lambda name: getattr(step, name))
+    return efficiency, "compute" if efficiency >= 0.9 else most
+
+
+def print_rows(nodes, ways, job, cluster):
+    heads = "step ms", "efficiency", *(f"{name} ms" for name in Step._fields[1:])
+    print("nodes    GPUs  way ", *(f"{head:>13}" for head in heads), " limited by")
+    for way, count in itertools.product(ways, nodes):
+        step = predict(way, job, count, cluster)
+        waits = " ".join(f"{1e3 * seconds:13.1f}" for seconds in step[1:])
+        efficiency, limit = judge(step)
+        row = f"{count:5} {count * cluster.gpus:7}  {way:4} {1e3 * sum(step):13.1f}"
+        print(f"{row} {efficiency:13.1%} {waits}  {limit}")
+
+
+def print_table(ways, job, cluster):
+    """Efficiency over LINKS, and the first power of two of machines below 50 %."""
+    heads = " ".join(f"{gpus:>8,}" for gpus in TABLE_GPUS)
+    print(f"{'link of a machine':26} way  {heads} GPUs  below 50 % at")
+    for (name, link, latency_us, gpus), way in itertools.product(LINKS, ways):
+        here = cluster._replace(gpus=gpus, link=rate(link), latency=latency_us / 1e6)
+        cells = [judge(predict(way, job, x // gpus, here))[0] for x in TABLE_GPUS]
+        counts = [2**x for x in range(18) if 2**x * gpus <= TABLE_GPUS[-1]]
+        lost = [x for x in counts if judge(predict(way, job, x, here))[0] < 0.5]
+        end = f"{lost[0] * gpus:,} GPUs" if lost else "-"
+        print(f"{name:26} {way:4}", *(f"{x:8.1%}" for x in cells), f"      {end}")
+
+
+def rate(text):
+    """Bytes/s of a text such as 100Gbit, 10 Gbit/s or 25GB/s."""
+    found = re.fullmatch(r"([\d.]+) ?([kMGT]?)(bit|B)(/s)?", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: not a rate such as 100Gbit or 25GB")
+    size = float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
+    return size / 8 if found[3] == "bit" else size
+
+
+def within(least, most, kind=float):
+    def number(text):
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: not from {least:g} to {most:g}")
+        return kind(text)
+
+    return number
+
+
+def read_profile(path):
+    """(ms of computing, backward's share, parameters) from variants/profiled.py."""
+    with open(path) as file:
+        profile = json.load(file)
+    ms, parameters = profile["ms"], profile["parameters"]  # ms: a dict of each rank
+    compute = statistics.fmean(x["step"] - x["exposed communication"] for x in ms)
+    backward = statistics.fmean(x["backward"] for x in ms)
+    if not 0 < backward < compute < inf or not 1 <= parameters <= 1e13:
+        raise ValueError("a job without backward or without parameters")
+    return compute, backward / compute, parameters
+
+
+def main():
+    parser = argparse.ArgumentParser("predict.py", argparse.SUPPRESS, __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    count = within(1, 1e6, int)
+    for name, kind, default, what in (
+        ("--step-ms", within(1e-3, 1e9), None, "of one GPU, without communication"),
+        ("--parameters", within(1, 1e13), None, "that have a gradient, such as 124e6"),
+        ("--measure", str, None, "a file of variants/profiled.py, which has both"),
+        ("--link", rate, None, "of a machine, such as 100Gbit or 12.5GB/s"),
+        ("--inside", rate, "450GB/s", "of a GPU to the others of its machine"),
+        ("--gpus", count, 8, "in a machine"),
+        ("--accumulate", count, 1, "micro-batches in a step"),
+        ("--gradient-bytes", within(1, 8), 4, "2 sends gradients of 16 bits"),
+        ("--weight-bytes", within(1, 8), 4, "2 lets FSDP gather weights of 16 bits"),
+        ("--layers", count, 24, "that FSDP gathers one after the other"),
+        ("--bucket-mb", count, 25, "MiB in each of DDP's buckets but the first"),
+        ("--latency-us", within(0, 1e9), 10, "of a message between machines"),
+        ("--jitter", within(0, 1), 0, "standard deviation of a rank's compute / mean"),
+    ):
+        what += f" ({default})" * (default is not None)
+        parser.add_argument(name, type=kind, default=default, help=what)
+    parser.add_argument("--nodes", type=count, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--way", choices=[*WAYS, "all"], default="all")
+    parser.add_argument("--algorithm", choices=["ring", "tree"], help="(the faster)")
+    parser.add_argument("--table", action="store_true", help="compare many links")
+    args = parser.parse_args()
+    given = {bool(args.step_ms), bool(args.parameters), not args.measure}
+    if len(given) > 1 or not (args.link or args.table):
+        parser.error("give --link, and --step-ms with --parameters or else --measure")
+    try:
+        measured = args.measure and read_profile(args.measure)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as why:
+        parser.error(f"{args.measure} is no file of variants/profiled.py: {why!r}")
+    step_ms, backward, parameters = measured or (args.step_ms, 2 / 3, args.parameters)
+    sizes = [parameters * x for x in (args.gradient_bytes, args.weight_bytes)]
+    sizes += [args.layers, args.accumulate, args.bucket_mb * 2**20]
+    how = args.latency_us / 1e6, args.jitter, args.algorithm
+    job = Job(step_ms / 1e3, backward, *sizes)
+    cluster = Cluster(args.gpus, args.link, args.inside, *how)
+    show = print_table if args.table else functools.partial(print_rows, args.nodes)
+    show(WAYS if args.way == "all" else [args.way], job, cluster)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""For profiled.py: steps whose parts are known, and a CPU that passes for a GPU.
+
+Each part of a step takes at least SLEEPS ms. In forward, rank 1 takes LATE ms more, and
+an evaluation takes 120. clock.RANK.json: [ms of each step, by the clock].
+"""
+
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from hooks import Noted, replace, write
+
+SLEEPS, LATE = json.loads(os.environ["SLEEPS"]), int(os.environ["LATE"])
+clock = []
+
+
+def sleep(ms):
+    time.sleep(ms / 1e3)
+
+
+class Slow(Noted):
+    def __getitem__(self, index):
+        sleep(0 if len(self.seen) % 32 else SLEEPS["data"])  # once in a batch
+        return super().__getitem__(index)
+
+
+class Model(torch.nn.Module):
+    """Its last layer's message is under way while the hidden layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = torch.nn.Linear(20, 20), torch.nn.Linear(20, 1)
+        self.hidden.bias.requires_grad = False
+
+    def forward(self, source):
+        if not self.training:
+            return self.last(self.hidden(source))
+        sleep(SLEEPS["forward"] + LATE * dist.get_rank())
+        hidden = self.hidden(source)
+        hidden.register_hook(lambda _: sleep(SLEEPS["backward"]))
+        return self.last(hidden)
+
+
+class Trainer:
+    def _run_batch(self, source, targets):
+        sleep(SLEEPS["rest"])
+        return super()._run_batch(source, targets)
+
+    def _evaluate(self):
+        sleep(120)
+        return super()._evaluate()
+
+    def train(self, *arguments):
+        super().train(*arguments)
+        write("clock", [(end - begin) * 1e3 for begin, end in clock])
+
+
+def around_load_train_objs(load_train_objs):
+    train_set, eval_set, _, loss_fn, _ = load_train_objs()
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer.register_step_pre_hook(lambda *_: sleep(SLEEPS["optimizer"]))
+    return Slow(train_set), eval_set, model, loss_fn, optimizer
+
+
+def dump(inner, *arguments):
+    write("dumped", True)
+    inner(*arguments)
+
+
+replace(json, "dump", dump)
+
+
+def around_StepProfile(inner, *arguments):
+    made = inner(*arguments)
+
+    def mark(part):
+        if part == "data":
+            clock.append([time.perf_counter()] * 2)
+        marked(part)
+
+    def step():
+        clock[-1][1] = time.perf_counter()
+        stepped()
+
+    marked, stepped, made.mark, made.step = made.mark, made.step, mark, step
+    return made
+
+
+def gpu(script):
+    """The profile believes that it looks at a GPU, whose kernels are the CPU's work."""
+    waited = []
+
+    class Event(script["CpuEvent"]):
+        def __init__(self, device, enable_timing=False):
+            assert device.type == "cuda" and enable_timing
+
+        def elapsed_time(self, end):
+            assert waited
+            return super().elapsed_time(end)
+
+    def as_kernels(inner, events, on_cpu):
+        assert not on_cpu
+        for x in events:
+            message = x.name == "backward"  # lasts as long as the messages
+            covers_all = x.name.startswith("ProfilerStep")
+            if message or "evaluate_function" in x.name or covers_all:
+                x.device_type = torch.autograd.DeviceType.CUDA
+                x.name = "ncclDevKernel" if message else x.name
+                x.is_user_annotation = covers_all
+        return inner(events, on_cpu)
+
+    def on_gpu(inner, model, device, path):
+        return inner(model, torch.device("cuda"), path)
+
+    torch.Event, torch.accelerator.synchronize = Event, lambda: waited.append(True)
+    replace(script, "exposed_ms", as_kernels)
+    replace(script, "StepProfile", on_gpu)

@@ -1,0 +1,277 @@
+"""Show what each rank spends the time of a step on. Parent: multigpu.py
+
+python -m variants.profiled 50 10
+"""
+
+import itertools
+import json
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.profiler import profile, record_function, schedule
+from torch.utils.data import DataLoader
+
+import utils
+
+PARTS = "data", "forward", "backward", "exposed communication", "optimizer", "rest"
+WAIT, WARM_UP, ACTIVE = 5, 2, 5  # steps: without the profiler, not counted, measured
+
+
+def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+
+
+class CpuEvent:
+    """A moment, as torch.Event is one on an accelerator."""
+
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return (end.seconds - self.seconds) * 1e3
+
+
+def exposed_ms(events, on_cpu):
+    """How long messages are under way while nothing computes, as the profiler saw."""
+    if on_cpu:  # DDP waits in backward(), once autograd has computed the gradients
+        messages = [x for x in events if x.name == "backward"]
+        work = [x for x in events if "evaluate_function" in x.name]
+    else:  # kernels: the GPU's messages are some as well
+        kernels = [x for x in events if x.device_type.name != "CPU"]
+        kernels = [x for x in kernels if not x.is_user_annotation]
+        messages = [x for x in kernels if "nccl" in x.name]
+        work = [x for x in kernels if "nccl" not in x.name]
+    last = max(x.time_range.end for x in events)
+    exposed = torch.zeros(int(last))  # in each microsecond
+    for x in messages:
+        exposed[int(x.time_range.start) : int(x.time_range.end)] = True
+    for x in work:
+        exposed[int(x.time_range.start) : int(x.time_range.end)] = False
+    return exposed.sum().item() / 1e3
+
+
+class StepProfile:
+    """Measures ACTIVE steps: what each rank spends the time of a step on."""
+
+    def __init__(self, model, device, path):
+        self.model, self.device, self.path = model, device, path
+        self.marks = []
+        self.summary = f"no profile: it takes {WAIT + WARM_UP + ACTIVE} steps"
+        steps = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
+        self.profiler = profile(schedule=steps, on_trace_ready=self._report)
+        self.profiler.start()
+
+    def mark(self, part):
+        """From here on, the step is in `part`."""
+        self.span = record_function(part)  # also ends the span before it
+        self.span.__enter__()
+        on_cpu = self.device.type == "cpu"
+        now = CpuEvent() if on_cpu else torch.Event(self.device, enable_timing=True)
+        now.record()
+        self.marks.append((part, now))
+
+    def step(self):
+        self.profiler.step()
+        if not 0 < self.profiler.step_num - WAIT - WARM_UP < ACTIVE:
+            self.marks.clear()  # of steps that are not measured
+        self.mark("data")
+
+    def _report(self, profiler):
+        on_cpu, ms = self.device.type == "cpu", dict.fromkeys(PARTS, 0)
+        if not on_cpu:
+            torch.accelerator.synchronize()
+        for (part, begin), (_, end) in itertools.pairwise(self.marks):
+            if part in ms:
+                ms[part] += begin.elapsed_time(end) / ACTIVE
+        ms["exposed communication"] = exposed_ms(profiler.events(), on_cpu) / ACTIVE
+        ms["backward"] -= ms["exposed communication"]
+        ms["step"] = sum(ms.values())
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, ms)
+        names = [f"{f'rank {i}':>17}" for i in range(len(ranks))]
+        self.summary = " ".join([f"{'share of a step':21}", *names])
+        for part in ms:
+            cells = [f"{x[part]:9.2f} ms {x[part] / x['step']:4.0%}" for x in ranks]
+            self.summary += "\n" + " ".join([f"{part:21}", *cells])
+        if self.path:  # for Perfetto
+            profiler.export_chrome_trace(f"{self.path}.{dist.get_rank()}.json")
+        if self.path and dist.get_rank() == 0:  # for cluster/predict.py
+            size = sum(x.numel() for x in self.model.parameters() if x.requires_grad)
+            with open(f"{self.path}.json", "w") as file:
+                json.dump({"ms": ranks, "parameters": size}, file)
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+        trace: str | None,
+    ):
+        self.device = device
+        self.model = model.to(device)
+        self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.profile = StepProfile(self.model, device, trace)
+        self.epochs_run = 0
+        self._load_snapshot()
+
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
+            self.epochs_run = epoch + 1
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+        self._print(self.profile.summary)
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        self.profile.mark("data")
+        for source, targets in self.train_data:
+            self.profile.mark("rest")
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+            self.profile.step()
+        self.profile.mark("between steps")
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        self.profile.mark("forward")
+        output = self.ddp_model(source)
+        loss = self.loss_fn(output, targets)
+        self.profile.mark("backward")
+        loss.backward()
+        self.profile.mark("optimizer")
+        self.optimizer.step()
+        self.profile.mark("rest")
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # contiguous() may have copied it
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+            output = self.model(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+        }
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        if snapshot is None:
+            return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def main(rank, world_size, port, args):
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, rank, world_size)
+    ddp_setup(rank, world_size, port, device)
+    utils.check_data(train_set, eval_set, args.batch_size)
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+        args.trace,
+    ).train(args.total_epochs)
+    dist.destroy_process_group()  # once the Trainer is gone
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
+    where = "also write files that begin with this, rank 0's trace to TRACE.0.json"
+    parser.add_argument("--trace", type=utils.writable_path, help=where)
+    args = parser.parse_args()
+    world_size = utils.choose_nprocs(args.device, args.nprocs)
+    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here: keep it
+    utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)
