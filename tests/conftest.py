@@ -159,7 +159,8 @@ def killed(tmp_path_factory, request):
     def start(name):
         folder = tmp_path_factory.mktemp("killed")
         copy = tmp_path_factory.mktemp("copy")
-        script = launch.plant(name, copy, hooks=["faults:in_step_80"])
+        hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
+        script = launch.plant(name, copy, hooks=hooks)
         size = ("--batch-size", launch.batch_size(name, 64))
         words = launch.command(script, 5, 2, *size)
         env = {"MARK": f"killed {name}", "IN_STEP_80": "kill"}

@@ -40,7 +40,8 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 @pytest.mark.waits
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
-    script = plant("multinode.py", tmp_path, hooks=["faults:in_step_80"])
+    hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
+    script = plant("multinode.py", tmp_path, hooks=hooks)
     mark, real = uuid.uuid4().hex, "what is known of a process that ended is the claim"
     env = {"MARK": mark, "IN_STEP_80": "raise"}
     done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
@@ -83,7 +84,7 @@ def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
 
 def restarted(folder, kills, restarts, **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
-    hooks = ["faults:killed_attempts"]
+    hooks = ["faults:killed_attempts", "faults:record_in_one_piece"]
     script = plant("multinode.py", folder / "copy", hooks=hooks)
     words = as_typed(command(script, 5, 1))
     words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
