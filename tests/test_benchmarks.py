@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import single_gpu
-from benchmarks import loop, variants
+from benchmarks import diloco, loop, variants
 from tools.proofs.hosts import Hosts
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
@@ -75,16 +75,29 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 
 
 @needs_networks
-def test_ways_to_average_gradients_are_measured_and_drawn(tmp_path):
-    """All send gradients of 12.8 MB, for which a link of 100 Mbit/s takes a second."""
-    words = ["python", "-m", "benchmarks.ddp_by_hand", "--rounds", 1, "--steps", 1]
-    drawing = ("--picture", tmp_path / "step.svg")
-    table, drawn = (Fork([*words, *x], ROOT).finish() for x in ((), drawing))
-    assert (table.returncode, drawn.returncode) == (0, 0), table.stderr + drawn.stderr
-    cells = 3 * r" +([\d.]+) \(\S+ \.\. \S+\)"
-    rows = re.findall(rf"^\S.*?{cells}$", table.stdout, re.M)
-    assert len(rows) == 8, "four ways on two links"
-    assert all(float(sent) == pytest.approx(13.2, rel=0.05) for *_, sent in rows)
-    assert all(float(speed) < 1 for speed, *_ in rows[:4])
-    drawn = (tmp_path / "step.svg").read_text()
-    assert drawn.count('class="step2"') == 16, "twelve gradients, and four buckets"
+def test_scaling_is_measured_predicted_and_drawn(tmp_path):
+    words = ["python", "-m", "benchmarks.scaling", "multigpu.py", "--rounds", 1]
+    words += ["--steps", 2, "--batch-size", 256, "--picture", tmp_path / "scaling.svg"]
+    done = Fork(words, ROOT).finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
+    rows = re.findall(f"^(.*?\\S){3 * cell}", done.stdout, re.M)
+    found = {name: [float(x.replace(",", "")) for x in row] for name, *row in rows}
+    assert len(found) == 9
+    assert found["1 rank"][1] == found["2 devices"][1] == 1
+    assert found["1 rank"][2] > 80, "percent: it waits for nobody"
+    assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
+    errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", done.stdout)
+    assert len(errors) == 3 and all(abs(int(x)) <= 25 for x in errors)
+    assert (tmp_path / "scaling.svg").read_text().count('class="step') == 9
+
+
+@needs_networks
+def test_diloco_sends_less(tmp_path):
+    """An outer step sends what DDP sends in each of its steps."""
+    steps = [f"--{name}={diloco.LOCAL_STEPS * 2}" for name in ("steps", "eval-every")]
+    with Hosts(2, tmp_path) as hosts:
+        (ddp,), (ours,) = (diloco.run(hosts, *steps, *x) for x in ([], ["--outer"]))
+    assert ours.windows == ddp.windows
+    assert ddp.sent / ours.sent == pytest.approx(diloco.LOCAL_STEPS, rel=0.1)
+    assert ours.loss < 4, "it learns: a guess has more than 4.5"

@@ -1,12 +1,16 @@
-"""benchmarks.gpt measures the steps of mingpt.train."""
+"""benchmarks.gpt and benchmarks.ablation measure the steps of mingpt.train."""
 
+import ast
 import math
 from argparse import Namespace
 
 import pytest
 
-from benchmarks import gpt
+from benchmarks import ablation, gpt
 from mingpt import data
+from tools.diffs import mix
+from tools.pages import explanations, parse
+from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
 
@@ -27,3 +31,40 @@ def test_versions_train_the_same(tmp_path):
         assert theirs.seconds > 0 and ours.seconds > 0
     first, second = turns["plain loop"]
     assert second.loss < first.loss < math.log(120)
+
+
+def code(text):
+    """What of a module's text is computed: no comments and no docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def test_the_ablation_has_each_change_alone_and_all_but_each():
+    """Together, its changes are the whole diff, but for what is no code."""
+    texts, (old, new) = ablation.variants(), (ablation.OLD, ablation.NEW)
+    assert len(set(map(code, texts.values()))) == 2 + 2 * len(ablation.CHANGES)
+    places = explanations([parse("docs/modern_gpt.md")])[old, new].items()
+    its = {number for number, place in places if place[1] in ablation.CHANGES}
+    assert code(mix(old, new, its)) == code(texts["modern.py"])
+    assert texts["model.py"] == (ROOT / old).read_text()
+    assert texts["modern.py"] == (ROOT / new).read_text()
+
+
+def test_the_ablation_goes_on_where_it_was(tmp_path, capsys):
+    """It was killed in its last run, which it repeats."""
+    path, lines = tmp_path / "results.csv", ablation.RESULTS.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    results = ablation.Results(path)
+    for kind in ("rate", "tokens", "time"):
+        ablation.fill(results, kind, ablation.variants())
+    assert capsys.readouterr().out.startswith("1/1 time: ")
+    *run, loss, _ = lines[-1].split(",")
+    *its_run, its_loss, _ = path.read_text().splitlines()[-1].split(",")
+    assert its_run == run
+    # The batches had another order then.
+    assert float(its_loss) == pytest.approx(float(loss), abs=0.1)

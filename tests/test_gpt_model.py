@@ -1,6 +1,8 @@
-"""mingpt/model.py: causality, the loss, the cache, the sizes, the optimizer."""
+"""mingpt/model.py: causality, the loss, the cache, the sizes, the optimizer.
 
-import math
+What holds for mingpt/modern.py, too, is tested of both.
+"""
+
 import os
 import shutil
 from types import SimpleNamespace
@@ -21,21 +23,24 @@ from tests.gpt_checks import (
 )
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+both = pytest.mark.parametrize("which", [module, modern], ids=["model", "modern"])
 
 
 # The future
 
 
+@both
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_causal(checkpoint, dropout):
-    check_causal(awake(build(module, checkpoint=checkpoint, dropout=dropout)).train())
+def test_causal(which, checkpoint, dropout):
+    check_causal(awake(build(which, checkpoint=checkpoint, dropout=dropout)).train())
 
 
 @pytest.mark.waits
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
-def test_causal_compiled():
-    model = awake(build(module, n_layer=1, dropout=0.2)).train()
+@both
+def test_causal_compiled(which):
+    model = awake(build(which, n_layer=1, dropout=0.2)).train()
     check_causal(model, torch.compile(model))
 
 
@@ -88,14 +93,9 @@ def test_gpus_compile_with_what_triton_needs(monkeypatch, missing):
 # The loss
 
 
-def test_overfits():
-    check_overfits(module)
-
-
-def test_the_first_loss_is_that_of_a_guess():
-    model = build(module, n_embd=128, n_layer=4, vocab_size=500).float()
-    idx, targets = tokens(model, rows=16), tokens(model, rows=16, seed=7)
-    assert abs(model(idx, targets)[1].item() - math.log(500)) < 0.1
+@both
+def test_overfits(which):
+    check_overfits(which)
 
 
 def test_targets_of_minus_one_do_not_count():
@@ -164,8 +164,9 @@ def test_attention_is_fused_and_copies_nothing():
 # Generation
 
 
-def test_cached_generation_equals_uncached():
-    check_cache(awake(build(module)))
+@both
+def test_cached_generation_equals_uncached(which):
+    check_cache(awake(build(which)))
 
 
 def test_the_cache_saves_work():
@@ -218,11 +219,7 @@ def test_temperature_and_top_k_choose():
 
 
 @pytest.mark.parametrize(
-    "preset, parameters",
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-xl", 1_557_611_200),
-    ],
+    "preset, parameters", [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200)]
 )
 def test_presets_have_the_parameters_of_gpt2(preset, parameters):
     sizes = {name: options.PRESETS[preset][name] for name in options.SIZES}

@@ -1,4 +1,7 @@
-"""mingpt/modern.py: each change alone, all but each, and what each of them claims."""
+"""mingpt/modern.py: each change alone, all but each, and what each of them claims.
+
+test_gpt_model.py shows of both models what both must do.
+"""
 
 import functools
 import math
@@ -16,7 +19,6 @@ from tests.gpt_checks import (
     check_overfits,
     tokens,
 )
-from tests.test_gpt_model import COMPILER
 
 variants = functools.cache(ablation.variants)
 
@@ -49,27 +51,6 @@ def test_each_change_works_alone_and_the_others_without_it(change, which):
 
 
 # All changes together
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_causal(checkpoint, dropout):
-    check_causal(awake(build(module, checkpoint=checkpoint, dropout=dropout)).train())
-
-
-@pytest.mark.waits
-@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
-def test_causal_compiled():
-    model = awake(build(module, n_layer=1, dropout=0.2)).train()
-    check_causal(model, torch.compile(model))
-
-
-def test_cached_generation_equals_uncached():
-    check_cache(awake(build(module)))
-
-
-def test_overfits():
-    check_overfits(module)
 
 
 def test_autocast_keeps_the_attention_in_16_bits():

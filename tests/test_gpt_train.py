@@ -121,10 +121,7 @@ def test_world_sizes_train_the_same(gpt, tmp_path, nprocs):
 
 @pytest.mark.parametrize(
     ("signal", "status", "resumes_at"),
-    [
-        ("sigterm", os.EX_TEMPFAIL, 9),
-        ("sigkill", -9, 6),
-    ],
+    [("sigterm", os.EX_TEMPFAIL, 9), ("sigkill", -9, 6)],
 )
 def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     done = gpt(*RESUMABLE, cwd=tmp_path, DO=signal, AT_STEP=8)
@@ -385,42 +382,31 @@ def test_golden_curve_misses_no_fault(tmp_path, fault):
 # Start from GPT-2's weights
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory, text):
-    """A folder with a small GPT-2 in Hugging Face's format, and its tokenizer."""
+@pytest.mark.waits
+def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, text, tmp_path):
+    """A small one, in Hugging Face's format, with a tokenizer of its own."""
     reason = "mingpt/requirements.txt is not installed"
     tokenizers = pytest.importorskip("tokenizers", reason=reason)
     pytest.importorskip("safetensors", reason=reason)
     from mingpt.gpt2_weights import save_gpt2
     from mingpt.model import GPT, GPTConfig
 
-    folder = tmp_path_factory.mktemp("gpt2")
+    folder = tmp_path / "gpt2"
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}
+    model = GPT(GPTConfig(vocab_size=300, **sizes))
+    save_gpt2(model, folder)
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train([str(text[1])], vocab_size=300)
     tokenizer.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}
-    model = GPT(GPTConfig(vocab_size=tokenizer.get_vocab_size(), **sizes))
-    save_gpt2(model, folder)
-    return folder, model
+    start = ["--init-from", folder, "--tokenizer", folder / "tokenizer.json"]
 
+    words = ["python", "-m", "mingpt.sample", "--tokens", 5, "--prompt", "class"]
+    done = Fork([*words, *start], tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("class")
 
-@pytest.mark.waits
-def test_fine_tuning_starts_from_these_weights(gpt, gpt2, tmp_path):
-    folder, model = gpt2
-    options = ["--init-from", folder, "--tokenizer", folder / "tokenizer.json"]
-    options += ["--lr", 1e-12, "--weight-decay", 0]
-    trained(gpt, *SHORT, *options, cwd=tmp_path)
+    trained(gpt, *SHORT, *start, "--lr", 1e-12, "--weight-decay", 0, cwd=tmp_path)
     saved = load(tmp_path / "mingpt.pt")["MODEL_STATE"]
     for name, weight in model.state_dict().items():
         assert torch.allclose(saved[name], weight, rtol=0, atol=1e-9), name
-
-
-@pytest.mark.waits
-def test_gpt2_writes(gpt2, tmp_path):
-    folder, _ = gpt2
-    words = ["python", "-m", "mingpt.sample", "--tokens", 5, "--init-from", folder]
-    words += ["--prompt", "class", "--tokenizer", folder / "tokenizer.json"]
-    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("class")

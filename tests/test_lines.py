@@ -60,11 +60,6 @@ def test_an_elif_is_taken_out_or_becomes_an_else():
     assert found(parent, child, "block") == [alone]
 
 
-def test_comments_and_docstrings_of_functions_do_not_count():
-    child = '# Why.\ndef f():\n    """What it does."""\n    a()  # why\n'
-    assert not mutants("def f():\n    a()\n", child)
-
-
 ARGUMENTS = {  # a line of the parent's, of the child's, and what is made of it
     ("", "f(a, b=1)"): ["f(b=1)", "f(a)"],
     ("", "f(\n        a,\n        b=g(1),\n    )"): [
@@ -187,10 +182,3 @@ def test_without_a_passing_control_nothing_is_taken_out(tmp_path, planted):
     assert f"{TESTS}has_a_line fails in the control\n" in out
     assert not lines
     assert status == 1
-
-
-def test_tests_of_other_scripts_are_left_out():
-    probe = "tests/test_probe.py::test_samples_of_a_step"
-    assert lines.about(f"{probe}[multigpu.py-multinode.py]", "multigpu.py")
-    assert lines.about(probe, "multigpu.py"), "it names none"
-    assert not lines.about(f"{probe}[multinode.py-2]", "multigpu.py")

@@ -9,11 +9,9 @@ import pytest
 pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 
 from tests.site_fixtures import NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
-from tools.diffs import align, hunks  # noqa: E402
+from tools.diffs import hunks  # noqa: E402
 from tools.pages import GROUPS, explanations, parse  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS, read_lines  # noqa: E402
-from tools.site import explain  # noqa: E402
-from tools.site.side_by_side import changed_places, likeness  # noqa: E402
 
 pytestmark = pytest.mark.waits  # for a browser
 
@@ -75,54 +73,6 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
                 assert letters(paragraph) in shown[title], (name, heading)
 
 
-# Pairs of lines, and their words
-
-
-def test_a_line_is_paired_by_its_names_and_not_by_its_characters():
-    """By characters, `import math` would be what `import signal` was changed into."""
-    removed = ["x = f(a)", "device = utils.get_device(args.device)"]
-    added = ["data = utils.get_data(args.data_dir)", "setup()"]
-    added.append("device = utils.get_device(args.device, local_rank)")
-    assert align(removed, added, likeness) == [(1, 2)]
-    call = ["    check_run(args, train_set, eval_set)", "    device = get_device()"]
-    split = ["    check_run(", "        args, train_set, eval_set, world_size=n"]
-    split += ["    )", "    device = get_device(rank)"]
-    assert align(call, split, likeness) == [(0, 1), (1, 3)]
-    assert align(["import signal", "import sys"], ["import math"], likeness) == []
-
-
-def marked(line, places):
-    groups = itertools.groupby(enumerate(line), lambda x: x[0] in places)
-    return ["".join(x for _, x in some) for is_marked, some in groups if is_marked]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "in_one", "in_other"),
-    [
-        ("seed(e)", "seed(e * size() + rank())", [], [" * size() + rank()"]),
-        ("f(a)", "f(g(a))", [], ["g(", ")"]),
-        ("t = d(m=5)", "init(b, t=d(m=5))", [" ", " "], ["init(b, ", ")"]),
-        ("self.model(x)", "self.ddp_model(x)", ["model"], ["ddp_model"]),
-        ("lr=0.001", "lr=0.01", ["0.001"], ["0.01"]),
-        ("one device. none", "one place. x.py", ["device", "none"], ["place", "x.py"]),
-    ],
-)
-def test_whole_words_are_marked(one, other, in_one, in_other):
-    places = changed_places(one, other)
-    assert marked(one, places[0]) == in_one
-    assert marked(other, places[1]) == in_other
-
-
-def test_only_what_differs_is_marked_in_an_output():
-    right = "$ run\nepoch 1/3 | loss 1.000001 | 4,123 samples/s\nsaved to <a>"
-    same = "$ run\nepoch 1/3 | loss 1.000002 | 24,567 samples/s\nsaved to <a>"
-    assert "<mark>" not in explain.marked(right, same)
-    wrong = same.replace("1.000002", "1.25").replace("saved to", "lost")
-    found = [explain.marked(right, wrong), explain.marked(wrong, right)]
-    found = [re.findall("<mark>(.*?)</mark>", x) for x in found]
-    assert found == [["1.000001", "saved", "to"], ["1.25", "lost"]]
-
-
 # In a browser
 
 
@@ -140,7 +90,8 @@ def test_the_output_flips_beside_the_line(visit, script):
     last = switch.locator("tr").last.inner_text().split()
     assert last == ["epoch", "3", other, loss] and loss != other
     right, wrong = switch.locator(".right"), switch.locator(".wrong")
-    assert loss in wrong.inner_text() and other in right.text_content()
+    assert loss in wrong.locator("mark").all_inner_texts(), "what differs is marked"
+    assert other in right.locator("mark").all_text_contents()
     assert wrong.is_visible() and not right.is_visible()
     before = switch.bounding_box()
     switch.get_by_role("radio", name="Run without this line").press("ArrowLeft")

@@ -17,7 +17,7 @@ from tests.site_fixtures import NEW, PAIR, PHONE, build_site, check_barriers, ur
 from tools.diffs import changed_lines
 from tools.files import copy_tree
 from tools.pages import GROUPS, explanations, parse, right_output, title
-from tools.scripts import EDGES, ROOT, SCRIPTS, read_lines, summary
+from tools.scripts import EDGES, SCRIPTS, read_lines, summary
 
 pytestmark = pytest.mark.waits  # for a browser
 
@@ -264,9 +264,3 @@ def test_each_page_has_a_description_of_its_own(site):
         )
         assert len(text) > 20 and found.setdefault(text, path) == path
     assert any(x.startswith("single_gpu.py trains on one device") for x in found)
-
-
-def test_the_source_of_a_file_is_shown_to_the_byte(pages):
-    for name in (*SCRIPTS, "utils.py"):
-        text = pages(f"source/{name}.html").select_one(".source pre").get_text()
-        assert text.encode() == (ROOT / name).read_bytes(), name

@@ -15,12 +15,7 @@ from torch.utils.data import DataLoader
 
 import utils
 from variants import ddp2
-from variants.train_loop import (
-    BestCheckpoints,
-    Callback,
-    EarlyStopping,
-    TrainLoop,
-)
+from variants.train_loop import BestCheckpoints, Callback, EarlyStopping, TrainLoop
 
 
 def make_loop(kind=TrainLoop, batch_size=32, criterion=F.mse_loss, **options):

@@ -14,7 +14,7 @@ GROUPS = {
     "Do": "which_one convert_your_script make_it_real slurm preflight predict",
     "When it breaks": "it_hangs troubleshooting when_machines_fail",
     "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
-    " mixed_precision multinode_spawn real_job preemptible ddp2 train_loop",
+    " mixed_precision multinode_spawn diloco real_job preemptible ddp2 train_loop",
     "Evidence": "what_is_proven",
 }
 GROUPS = {group: names.split() for group, names in GROUPS.items()}

@@ -27,11 +27,8 @@ def card(name):
     """`step` is that of the script of the root that this one comes from."""
     parent, step = SCRIPTS[name], trunk().index(root_of(name)) + 1
     size = len(changed_lines(parent, name)) if parent else 0
-    card = {"name": name, "what": summary(name), "parent": parent}
-    return card | {
-        "size": size,
-        "step": step,
-    }  # of the script of the root it comes from
+    what = {"what": summary(name), "parent": parent, "size": size}
+    return what | {"name": name, "step": step}
 
 
 def home(explained):

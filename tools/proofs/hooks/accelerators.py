@@ -5,6 +5,7 @@ import types
 import torch
 import torch.distributed as dist
 from hooks import replace
+from torch.utils._pytree import tree_leaves
 
 
 def one(_):
@@ -19,23 +20,20 @@ def one(_):
     accelerator.current_stream = lambda: stream
 
 
-INHERIT = (torch.empty_like, torch.Tensor.view, torch.Tensor.contiguous)
-
-
 class Marking(torch.overrides.TorchFunctionMode):
-    """Marks each tensor that is made with a `device` or moved by `to`."""
+    """Marks each tensor made with a `device`, moved by `to`, or computed from those."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
+        before = [hasattr(x, "is_placed") for x in tree_leaves((arguments, options))]
         result = function(*arguments, **options)
         moved = function is torch.Tensor.to and len(arguments) > 1
-        if moved or "device" in options:
-            result.is_placed = True
-        elif function in INHERIT:
-            result.is_placed = hasattr(arguments[0], "is_placed")
-        elif function is torch.Tensor.unbind:
-            for part in result:
-                part.is_placed = hasattr(arguments[0], "is_placed")
+        in_place = arguments and result is arguments[0]
+        back = function is torch.Tensor.cpu
+        if moved or "device" in options or any(before) and not in_place and not back:
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    x.is_placed = True
         return result
 
 

@@ -1,8 +1,9 @@
 """A job that is large enough to be measured, and what an epoch of it takes each rank.
 
 The job is the script's own, or that of the module TASK, but its model has a body in
-front: four hidden layers of WIDTH. There are TRAIN_SAMPLES samples. The figures of the
-last epoch go to measured.RANK.json. Nothing is saved.
+front: four hidden layers of WIDTH, which pause for PAUSE_S in forward, and twice as
+long in backward. There are TRAIN_SAMPLES samples. The figures of the last epoch go to
+measured.RANK.json. Nothing is saved.
 
 With GIVE_BACK set, no process keeps memory for later. Without it, how much glibc keeps
 is a matter of chance. With it, training is slower.
@@ -25,6 +26,7 @@ from torch.utils.data import Subset
 
 CLONE_NEWNET = 0x40000000  # setns(2)
 M_MMAP_THRESHOLD = -3  # mallopt(3)
+PAUSE_S = float(os.environ.get("PAUSE_S", 0))
 NETWORKS = os.environ["NETWORKS"].split()
 STATUS = Path("/proc/self/status")
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -39,12 +41,13 @@ class Trainer:
         sent = sent_bytes()
         begin_peak(self.device)
         meet()
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.thread_time()
         loss = super()._run_epoch(epoch)  # ends when all ranks have ended
         self.figures = {
             "weights": sum(x.numel() for x in self.model.parameters()),
             "loss": loss,
             "seconds": time.perf_counter() - began,
+            "computes": time.thread_time() - computed,  # in the main thread
             "peak_bytes": peak_bytes(self.device),
         }
         meet()
@@ -68,15 +71,38 @@ def around_load_train_objs(load_train_objs):
     before = memory("VmRSS")
     torch.manual_seed(0)
     inputs, width = train_set[0][0].shape[-1], int(os.environ["WIDTH"])
-    layers = []
-    for sizes in itertools.pairwise([inputs, *[width] * 4]):
-        layers += [torch.nn.Linear(*sizes), torch.nn.ReLU()]
-    model.body = torch.nn.Sequential(*layers, torch.nn.Linear(width, inputs))
-    optimizer.add_param_group({"params": model.body.parameters()})
-    # Not a module around the model: a script may use what its own model has.
-    model.register_forward_pre_hook(through_body)
+    sizes = [inputs, *[width] * 4]
+    pairs = [torch.nn.Linear(*x) for x in itertools.pairwise(sizes)]
+    blocks = [torch.nn.Sequential(x, torch.nn.ReLU(), Device()) for x in pairs]
+    blocks.append(torch.nn.Linear(width, inputs))
+    optimizer.add_param_group({"params": torch.nn.ModuleList(blocks).parameters()})
+    if isinstance(model, torch.nn.Sequential):
+        for i, block in enumerate(blocks):
+            model.insert(i, block)
+    else:  # not a module around the model: a script may use what its own model has
+        model.body = torch.nn.Sequential(*blocks)
+        model.register_forward_pre_hook(through_body)
     again = [i % len(train_set) for i in range(int(os.environ["TRAIN_SAMPLES"]))]
     return Noted(Subset(train_set, again)), eval_set, model, loss_fn, optimizer
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(context, source):
+        time.sleep(PAUSE_S)
+        return source.view_as(source)
+
+    @staticmethod
+    def backward(context, grad):
+        time.sleep(2 * PAUSE_S)
+        return grad
+
+
+class Device(torch.nn.Module):
+    """Sleeps, as if a device computed: the CPU is free to send."""
+
+    def forward(self, source):
+        return Pause.apply(source) if PAUSE_S and self.training else source
 
 
 def through_body(model, inputs):

@@ -1,0 +1,252 @@
+"""Average weights every few steps, for slow links. Parent: multinode.py
+
+torchrun --standalone --nproc-per-node=2 -m variants.diloco 50 10
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+"""
+
+import argparse
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DataLoader
+
+import utils
+
+
+def ddp_setup(device, timeout=timedelta(minutes=5)):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def flat(params):
+    return torch.cat([x.detach().flatten() for x in params])
+
+
+class OuterOptimizer:
+    """Moves all ranks together, by the mean of what each has moved by itself.
+
+    It is the outer part of algorithm 1 in https://arxiv.org/abs/2311.08105.
+    """
+
+    def __init__(self, model, lr, momentum):
+        self.lr, self.beta = lr, momentum
+        for x in (*model.parameters(), *model.buffers()):
+            dist.broadcast(whole := x.detach().contiguous(), src=0)  # as DDP does
+            x.detach().copy_(whole)
+        self.params = [x for x in model.parameters() if x.requires_grad]
+        self.start = flat(self.params)
+        self.momentum = torch.zeros_like(self.start)
+
+    @torch.no_grad()
+    def step(self):
+        moved = self.start - flat(self.params)
+        dist.all_reduce(moved, dist.ReduceOp.AVG)
+        self.momentum.mul_(self.beta).add_(moved)
+        self.start -= self.lr * (moved + self.beta * self.momentum)  # Nesterov's
+        parts = self.start.split([x.numel() for x in self.params])
+        for i, x in enumerate(self.params):
+            x.copy_(parts[i].view_as(x))
+
+    def load(self, momentum):
+        """Go on from the weights that the model has now."""
+        self.start = flat(self.params)
+        self.momentum.copy_(momentum)
+
+
+def average_state(optimizer, device):
+    """All ranks go on with one state, as one snapshot lets them do."""
+    for state in optimizer.state.values():
+        for x in state.values():
+            if isinstance(x, torch.Tensor) and x.device == device:  # Adam's step is not
+                dist.all_reduce(whole := x.contiguous(), dist.ReduceOp.AVG)
+                x.copy_(whole)
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+        local_steps: int,
+        outer_lr: float,
+        outer_momentum: float,
+    ):
+        self.device = device
+        self.model = model.to(device)
+        self.outer = OuterOptimizer(self.model, outer_lr, outer_momentum)
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.local_steps = local_steps
+        self.epochs_run = 0
+        self._load_snapshot()
+
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
+            self.epochs_run = epoch + 1
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for step, (source, targets) in enumerate(self.train_data, start=1):
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+            if step % self.local_steps == 0 or step == len(self.train_data):
+                self.outer.step()
+        average_state(self.optimizer, self.device)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # contiguous() may have copied it
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+            output = self.model(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+            "OUTER_MOMENTUM": self.outer.momentum,
+        }
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) >= 0:
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
+            return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.outer.load(snapshot.get("OUTER_MOMENTUM", torch.zeros(())))
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+def fraction(text):
+    """`text` as a number from 0 to 1, else the error that argparse makes a line of."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+    )
+
+
+@record  # or torchrun could not show the traceback
+def main(args):
+    rank, local_rank, world_size = utils.torchrun_env()
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
+    ddp_setup(device)
+    utils.check_data(train_set, eval_set, args.batch_size)
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+        args.local_steps,
+        args.outer_lr,
+        args.outer_momentum,
+    ).train(args.total_epochs)
+    dist.destroy_process_group()  # once the Trainer is gone
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    steps = "that a rank makes by itself before all average (default: 1)"
+    parser.add_argument("--local-steps", type=utils.positive_int, default=1, help=steps)
+    share = "of the mean movement that all ranks make (default: 1)"
+    parser.add_argument("--outer-lr", type=fraction, default=1.0, help=share)
+    share = "of the movements before that is added (default: 0)"
+    parser.add_argument("--outer-momentum", type=fraction, default=0.0, help=share)
+    args = parser.parse_args()
+    main(args)
