@@ -11,7 +11,6 @@ makes SLOW steps over the slow one, which says how long a window takes. Evaluati
 not count. It needs Linux and root, and a quarter of an hour.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -71,7 +70,6 @@ class DiLoCo(Trainer):
     """Each rank steps by itself, and all take an outer step after LOCAL_STEPS."""
 
     def __init__(self, model, *arguments):
-        torch.nn.parallel.DistributedDataParallel = alone
         super().__init__(model, *arguments)
         self.outer = OuterOptimizer(model, OUTER_LR, OUTER_MOMENTUM)
 
@@ -79,15 +77,11 @@ class DiLoCo(Trainer):
         pass
 
     def _run_batch(self, source, targets):
-        loss = super()._run_batch(source, targets)
+        with self.no_sync():  # DDP sends nothing
+            loss = super()._run_batch(source, targets)
         if (self.steps_run + 1) % LOCAL_STEPS == 0:
             self.outer.step()
         return loss
-
-
-def alone(model):
-    model.no_sync = contextlib.nullcontext
-    return model
 
 
 def clocks():

@@ -6,7 +6,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
 from tools.proofs.launch import launch, objects_of, plant, run_script, train
-from tools.proofs.results import load, losses
+from tools.proofs.results import load, losses, same_bits
 from tools.scripts import ROOT
 
 NAME = "variants/diloco.py"
@@ -82,6 +82,31 @@ def test_any_layout_of_a_weight_and_any_state_of_an_optimizer(tmp_path):
         assert snapshot["OPTIMIZER_STATE"]["state"][0]["calls"] == 1
         found.append(torch.cat([x.flatten() for x in snapshot["MODEL_STATE"].values()]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+USED = "output = self.model(source)\n        loss"
+UNUSED = USED.replace(
+    "self.model(", "(self.model if dist.get_rank() else self.model[1])("
+)
+FROZEN = f"{DEEP}; model[0].requires_grad_(False)"
+THAW = "self.model.train(); self.model[0].requires_grad_(epoch > 0)"
+ODD = {
+    "a layer that rank 0 does not use": (DEEP, (USED, UNUSED)),
+    "a layer that is unfrozen": (FROZEN, ("self.model.train()", THAW)),
+}
+
+
+@pytest.mark.parametrize(("model", "change"), ODD.values(), ids=ODD)
+def test_odd_models_resume_with_the_same_bits(tmp_path, model, change):
+    script = plant(NAME, tmp_path / "copy", (LINEAR, model), change)
+    found = []
+    for parts in (3,), (2, 3):
+        folder = tmp_path / str(len(parts))
+        folder.mkdir()
+        for epochs in parts:
+            train(script, epochs, 1, *OPTIONS, cwd=folder)
+        found.append(load(folder / "snapshot.pt"))
+    assert same_bits(*found)
 
 
 def test_help(tmp_path):

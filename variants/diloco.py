@@ -36,7 +36,7 @@ class OuterOptimizer:
         for x in (*model.parameters(), *model.buffers()):
             dist.broadcast(whole := x.detach().contiguous(), src=0)  # as DDP does
             x.detach().copy_(whole)
-        self.params = [x for x in model.parameters() if x.requires_grad]
+        self.params = list(model.parameters())  # also those unfrozen later
         self.start = flat(self.params)
         self.momentum = torch.zeros_like(self.start)
 
@@ -131,6 +131,9 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
+        for x in self.model.parameters():  # the ranks' states must be alike
+            if x.requires_grad and x.grad is None:
+                x.grad = torch.zeros_like(x)
         self.optimizer.step()
         return loss.detach()
 
