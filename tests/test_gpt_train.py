@@ -364,6 +364,7 @@ def default_run(folder, *options, **env):
     return run(["python", *script, *DEFAULT_RUN, *options], folder, **env)
 
 
+@pytest.mark.waits
 def test_golden_curve(tmp_path):
     assert default_run(tmp_path).returncode == 0
     assert distance(tmp_path) < TOLERANCE
