@@ -83,13 +83,18 @@ def test_resumes_on_other_numbers_of_ranks_and_in_other_scripts(
     torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
 
 
-def test_it_resumes_from_a_plain_snapshot_with_buffers(tmp_path):
-    path = str(tmp_path / "snapshot.pt")
-    script = plant(NAME, tmp_path / "copy", hooks=["models:batch_norm"])
-    train(script, 1, 1, cwd=tmp_path)
-    fsdp.put_together(path, path)
-    done = train(script, 2, 1, cwd=tmp_path)
-    assert "1 of 2 epochs are finished in snapshot.pt" in done.stdout
+def test_two_snapshots_and_it_resumes_from_a_plain_one_with_buffers(tmp_path):
+    path, best = tmp_path / "snapshot.pt", tmp_path / "best.pt"
+    one = "self.saver.save(snapshot, self.snapshot_path)"
+    two = one, f"{one}; self.saver.save(snapshot, 'best.pt')"
+    script = plant(NAME, tmp_path / "copy", two, hooks=["models:batch_norm"])
+    train(script, 2, 1, cwd=tmp_path)
+    assert same_bits(load(best), load(path))
+    assert len(list(tmp_path.glob("*.pt.*"))) == 2, "a folder for each"
+    best.unlink()
+    fsdp.put_together(str(path), str(path))
+    done = train(script, 3, 1, cwd=tmp_path)
+    assert "2 of 3 epochs are finished in snapshot.pt" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Saver:
 
     def __init__(self):
         self.group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
-        self.thread, self.saving, self.folder = ThreadPoolExecutor(), None, ""
+        self.thread, self.saving, self.folders = ThreadPoolExecutor(), None, {}
 
     def save(self, snapshot, path):
         self.finish()
@@ -84,9 +84,9 @@ class Saver:
             snapshot["LIST"] = dcp.FileSystemReader(folder).read_metadata()
             snapshot["LIST"].storage_meta = None  # a path, which is not needed
             utils.save_atomically(snapshot, path)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folders.get(path, ""), ignore_errors=True)
             print(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}")
-        self.folder = folder
+        self.folders[path] = folder
 
     def finish(self):
         if self.saving:
@@ -123,7 +123,7 @@ def fill_in(snapshot, path, likes):
             dcp.load(missing, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as reason:
             utils.error(f"{reader.path} is not whole: {str(reason).splitlines()[-1]}")
-    return folder
+    return {path: folder}
 
 
 def put_together(path, new_path):
@@ -244,7 +244,7 @@ class Trainer:
         likes = {f".MODEL_STATE.{k}": x for k, x in self.model.state_dict().items()}
         params = [x for group in self.optimizer.param_groups for x in group["params"]]
         likes |= {f".OPTIMIZER_STATE.state.{i}": x for i, x in enumerate(params)}
-        self.saver.folder = fill_in(snapshot, self.snapshot_path, likes)
+        self.saver.folders = fill_in(snapshot, self.snapshot_path, likes)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
