@@ -63,6 +63,8 @@ def in_second_save(script):
 
     def die(inner, *arguments, **options):
         calls.append(1)
+        if name == "rmtree":
+            os.fspath(arguments[0])  # Python 3.11's takes None, too
         mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
         if len(calls) == 2 and mine:
             if moment == "error":
