@@ -150,27 +150,27 @@ def judge(step):
 
 
 def print_rows(nodes, ways, job, cluster):
-    heads = "step ms", "efficiency", *(f"{name} ms" for name in Step._fields[1:])
-    print("nodes    GPUs  way ", *(f"{head:>13}" for head in heads), " limited by")
+    heads = "step ms", "efficiency", *Step._fields[1:]
+    print("nodes    GPUs  way ", *(f"{head:>10}" for head in heads), " limited by")
     for way, count in itertools.product(ways, nodes):
         step = predict(way, job, count, cluster)
-        waits = " ".join(f"{1e3 * seconds:13.1f}" for seconds in step[1:])
+        waits = " ".join(f"{1e3 * seconds:10.1f}" for seconds in step[1:])
         efficiency, limit = judge(step)
-        row = f"{count:5} {count * cluster.gpus:7}  {way:4} {1e3 * sum(step):13.1f}"
-        print(f"{row} {efficiency:13.1%} {waits}  {limit}")
+        row = f"{count:5} {count * cluster.gpus:7}  {way:4} {1e3 * sum(step):10.1f}"
+        print(f"{row} {efficiency:10.1%} {waits}  {limit}")
 
 
 def print_table(ways, job, cluster):
     """Efficiency over LINKS, and the first power of two of machines below 50 %."""
-    heads = " ".join(f"{gpus:>8,}" for gpus in TABLE_GPUS)
-    print(f"{'link of a machine':26} way  {heads} GPUs  below 50 % at")
+    heads = " ".join(f"{gpus:>7,}" for gpus in TABLE_GPUS)
+    print(f"{'link of a machine, GPUs:':26} way  {heads}  below 50 % at")
     for (name, link, latency_us, gpus), way in itertools.product(LINKS, ways):
         here = cluster._replace(gpus=gpus, link=rate(link), latency=latency_us / 1e6)
         cells = [judge(predict(way, job, x // gpus, here))[0] for x in TABLE_GPUS]
         counts = [2**x for x in range(18) if 2**x * gpus <= TABLE_GPUS[-1]]
         lost = [x for x in counts if judge(predict(way, job, x, here))[0] < 0.5]
         end = f"{lost[0] * gpus:,} GPUs" if lost else "-"
-        print(f"{name:26} {way:4}", *(f"{x:8.1%}" for x in cells), f"      {end}")
+        print(f"{name:26} {way:4}", *(f"{x:7.1%}" for x in cells), f" {end}")
 
 
 def rate(text):
