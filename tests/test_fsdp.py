@@ -19,6 +19,7 @@ from variants import fsdp
 
 NAME = "variants/fsdp.py"
 MODEL = "    model = torch.nn.Linear(20, 1)\n"
+RECORD = "faults:record_in_one_piece"
 SHARDED = re.search(r"    sizes = .*\n.*\n", (ROOT / NAME).read_text())[0]
 
 
@@ -145,6 +146,15 @@ def test_no_pickle_is_read(runs, copy_of, monkeypatch):
 
 
 # Bad input
+
+
+def test_ranks_that_use_different_blocks(tmp_path):
+    """Else FSDP2 gathers and trains one block for the other, without an error."""
+    script = plant(NAME, tmp_path / "copy", hooks=["fsdp:experts", RECORD])
+    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    assert done.returncode == 1
+    assert "RuntimeError: a parameter has no gradient" in done.stderr
+    assert "epoch 1/1" not in done.stdout
 
 
 def line_of(script, *arguments, cwd):

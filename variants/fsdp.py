@@ -14,8 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -23,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import utils
 
-KINDS = [x for x in vars(metadata).values() if isinstance(x, type)]
-torch.serialization.add_safe_globals([*KINDS, filesystem._StorageInfo])
+KINDS = [x for x in vars(dcp.metadata).values() if isinstance(x, type)]
+torch.serialization.add_safe_globals([*KINDS, dcp.filesystem._StorageInfo])
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):
@@ -146,7 +144,7 @@ class Trainer:
         snapshot_path: str,
     ):
         self.device = device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         shard(model, optimizer, mesh)  # before it moves: no device holds all of it
         self.model = model.to(device)
         self.loss_fn = loss_fn.to(device)  # class weights move, too
@@ -195,6 +193,8 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
+        if any(x.grad is None for x in self.model.parameters() if x.requires_grad):
+            raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 

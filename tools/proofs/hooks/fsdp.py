@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hooks import replace, write
+from hooks.models import again, changes_objects
 from torch.distributed.tensor import DTensor
 
 
@@ -92,6 +93,23 @@ def changed_while_saving(script):
 
     replace(script["Trainer"], "_save_snapshot", save)
     replace(dcp.FileSystemWriter, "write_data", write_data)
+
+
+class Experts(torch.nn.Module):
+    """Two blocks: a rank uses one of them, and the next rank the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(20, 1) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[dist.get_rank() % 2](x)
+
+
+@changes_objects
+def experts(train_set, eval_set, _, loss_fn, optimizer):
+    model = Experts()
+    return train_set, eval_set, model, loss_fn, again(optimizer, model)
 
 
 def limited(script):
