@@ -51,8 +51,15 @@ def in_second_save(script):
 
     `parts`: before the last rank writes its own. `pointer`: before the file that names
     the folder is replaced. `old`: after that, before the old folder is removed.
-    `error`: instead of a kill, this file cannot be replaced.
+    `error`: instead of a kill, this file cannot be replaced. A bias is frozen, as well.
     """
+
+    @changes_objects
+    def freeze(train_set, eval_set, model, loss_fn, optimizer):
+        model[0].bias.requires_grad_(False)
+        return train_set, eval_set, model, loss_fn, optimizer
+
+    freeze(script)
     moment = os.environ["KILLED"]
     owner, name = {
         "parts": (dcp.FileSystemWriter, "write_data"),
