@@ -9,6 +9,8 @@ from tests.test_gpt_train import gpt, metrics, text  # noqa: F401  gpt, text: fi
 from tools.proofs.results import load, weights
 from tools.scripts import ROOT
 
+pytestmark = pytest.mark.waits
+
 # Ranks draw different weights, in float64. Each notes the bytes that its tensors take.
 OWN = """
 import gc, os, torch
@@ -68,7 +70,6 @@ def test_trains_the_same_with_half_of_the_bytes(runs):
     assert max(held[2:]) < 0.52 * held[0] < sum(held[2:])
 
 
-@pytest.mark.waits
 def test_resumes_without_it_and_with_it(runs, tmp_path):
     """On two ranks, one without --shard, two. SIGTERM stops the first two runs."""
     one = ["--batch-size", 4, "--accumulate", 2]
