@@ -150,14 +150,14 @@ def judge(step):
 
 
 def print_rows(nodes, ways, job, cluster):
-    heads = "step ms", "efficiency", *Step._fields[1:]
-    print("nodes    GPUs  way ", *(f"{head:>10}" for head in heads), " limited by")
+    heads = "step ms", *(f"+{name}" for name in Step._fields[1:])
+    print("nodes    GPUs  way  efficiency", *(f"{x:>11}" for x in heads), " limited by")
     for way, count in itertools.product(ways, nodes):
         step = predict(way, job, count, cluster)
-        waits = " ".join(f"{1e3 * seconds:10.1f}" for seconds in step[1:])
+        parts = " ".join(f"{1e3 * x:11.1f}" for x in (sum(step), *step[1:]))
         efficiency, limit = judge(step)
-        row = f"{count:5} {count * cluster.gpus:7}  {way:4} {1e3 * sum(step):10.1f}"
-        print(f"{row} {efficiency:10.1%} {waits}  {limit}")
+        row = f"{count:5} {count * cluster.gpus:7}  {way:4} {efficiency:10.1%}"
+        print(f"{row} {parts}  {limit}")
 
 
 def print_table(ways, job, cluster):
