@@ -189,13 +189,16 @@ def save_atomically(snapshot, path):
             os.remove(part)
 
 
-def read_snapshot(path):
-    """The snapshot at `path`, on the CPU, or None if there is none."""
+def read_snapshot(path, mmap=False):
+    """The snapshot at `path`, on the CPU, or None if there is none.
+
+    mmap: read from the disk what is used, so that all ranks of a machine share it.
+    """
     if not os.path.exists(path):
         return None
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)
     try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        snapshot = torch.load(path, "cpu", weights_only=True, mmap=mmap)
         if not {"MODEL_STATE", "OPTIMIZER_STATE"} <= snapshot.keys():
             raise ValueError(f"it has {', '.join(snapshot)}")
         return snapshot

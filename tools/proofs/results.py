@@ -1,10 +1,11 @@
 """What a run has printed and saved, ready to be compared."""
 
 import re
+import tempfile
+from pathlib import Path
 
 import torch
-
-from variants import fsdp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
 def losses(done):
@@ -14,9 +15,19 @@ def losses(done):
 
 
 def load(path):
+    """The snapshot at `path`, with what it keeps in a folder of DCP beside it."""
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
-    if "PARTS" in snapshot:
-        fsdp.fill_in(snapshot, path, {})
+    if "FOLDER" not in snapshot:
+        return snapshot
+    del snapshot["SHAPES"]
+    with tempfile.NamedTemporaryFile() as whole:
+        dcp_to_torch_save(Path(path).parent / snapshot.pop("FOLDER"), whole.name)
+        snapshot |= torch.load(whole.name, weights_only=True)
+    optimizer = snapshot["OPTIMIZER_STATE"]  # with names, where others have numbers
+    names = [x for group in optimizer["param_groups"] for x in group["params"]]
+    optimizer["state"] = {names.index(k): x for k, x in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [names.index(x) for x in group["params"]]
     return snapshot
 
 

@@ -27,6 +27,8 @@ class Marking(torch.overrides.TorchFunctionMode):
         options = options or {}
         before = [hasattr(x, "is_placed") for x in tree_leaves((arguments, options))]
         result = function(*arguments, **options)
+        if function == torch.Tensor.data.__set__ and before[1]:  # it has been moved
+            arguments[0].is_placed = True
         moved = function is torch.Tensor.to and len(arguments) > 1
         in_place = arguments and result is arguments[0]
         back = function is torch.Tensor.cpu

@@ -1,4 +1,4 @@
-"""What a rank of variants/fsdp.py holds, and what happens while it saves."""
+"""Models to shard, what a rank holds of them, and what happens while it saves."""
 
 import ctypes
 import os
@@ -13,6 +13,39 @@ from hooks import replace, write
 from hooks.models import again, changes_objects
 from torch.distributed.tensor import DTensor
 
+import utils
+
+
+class Blocks(torch.nn.Module):
+    """Lists in a list, a block that is used twice, and a container without a forward."""
+
+    def __init__(self):
+        super().__init__()
+        first = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh())
+        twice = torch.nn.Linear(30, 30)
+        last = torch.nn.ModuleDict({"lists": torch.nn.ModuleList()})
+        last["lists"].append(torch.nn.Linear(30, 2))
+        lists = torch.nn.ModuleList([first, twice]), twice, last
+        self.blocks = torch.nn.ModuleList(lists)
+        self.scale = torch.nn.Parameter(torch.ones(2, 1))
+        self.register_buffer("shift", torch.randn(3, 2)[:, 0])
+
+    def forward(self, x):
+        (first, twice), _, last = self.blocks
+        x = last["lists"][0](twice(twice(first(x)).tanh()).tanh())
+        return x @ self.scale + self.shift.sum()
+
+
+@changes_objects
+def blocks(train_set, eval_set, _, loss_fn, _optimizer):
+    """Each rank draws other weights. Adagrad has its state before the first step."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Blocks()
+    optimizer = torch.optim.Adagrad(
+        model.parameters(), 0.1, initial_accumulator_value=1
+    )
+    return train_set, eval_set, model, loss_fn, optimizer
+
 
 def nbytes(tensors):
     """The bytes of this rank's parts, and of what is whole."""
@@ -20,29 +53,42 @@ def nbytes(tensors):
 
 
 def held(script):
-    """held.RANK.json: the bytes of weights, gradients and momentum after training.
+    """held.RANK.json: what a rank holds of the model, in bytes.
 
-    And of the group that saves: backend, time-out in seconds, whether DCP has it.
+    "whole": the block, and what of the model is still whole, at each call of
+    `fully_shard`. "parts": of weights, gradients and optimizer state, after training.
+    "mapped": whether the snapshot is read from the disk where it is used.
     """
-    groups = []
+    whole, facts = [], {"whole": [], "mapped": False}
 
-    def save(inner, *arguments, process_group=None, **options):
-        groups.append(process_group)
-        return inner(*arguments, process_group=process_group, **options)
+    def shard(inner, model, *arguments):
+        whole.extend(model.parameters())
+        inner(model, *arguments)
+        facts["shapes"] = [list(x.shape) for x in model.parameters()]
+        facts["whole"].append(["", nbytes(whole)])
+        whole.clear()
 
-    replace(dcp, "async_save", save)
+    def fully_shard(inner, block, **options):
+        facts["whole"].append([type(block).__name__, nbytes(whole)])
+        return inner(block, **options)
+
+    def check_snapshot(inner, *arguments):
+        with open("/proc/self/maps") as maps:
+            facts["mapped"] = "snapshot.pt" in maps.read()
+        inner(*arguments)
 
     def train(inner, self, *arguments):
         inner(self, *arguments)
         weights = list(self.model.parameters())
         states = [x for y in self.optimizer.state.values() for x in y.values()]
+        states = [x for x in states if x.dim() > 0]  # and not the number of steps
         gradients = [x.grad for x in weights]
-        group = self.saver.group
-        options = group._get_backend(torch.device("cpu")).options
-        facts = [dist.get_backend(group), options._timeout.total_seconds()]
-        facts.append(groups == [group])
-        write("held", [*facts, *(nbytes(x) for x in (weights, gradients, states))])
+        facts["parts"] = [nbytes(x) for x in (weights, gradients, states)]
+        write("held", facts)
 
+    replace(script, "shard", shard)
+    replace(script, "fully_shard", fully_shard)
+    replace(utils, "check_snapshot", check_snapshot)
     replace(script["Trainer"], "train", train)
 
 
@@ -56,7 +102,7 @@ def in_second_save(script):
 
     @changes_objects
     def freeze(train_set, eval_set, model, loss_fn, optimizer):
-        model[0].bias.requires_grad_(False)
+        model.bias.requires_grad_(False)
         return train_set, eval_set, model, loss_fn, optimizer
 
     freeze(script)
@@ -71,8 +117,6 @@ def in_second_save(script):
 
     def die(inner, *arguments, **options):
         calls.append(1)
-        if name == "rmtree":
-            os.fspath(arguments[0])  # Python 3.11's takes None, too
         mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
         if len(calls) == 2 and mine:
             if moment == "error":
@@ -84,8 +128,18 @@ def in_second_save(script):
 
 
 def changed_while_saving(script):
-    """The weights change, in place, before the thread that saves them writes a byte."""
+    """The weights change, in place, before the thread that saves them writes a byte.
+
+    group.RANK.json: the backend and the time-out of the group that this thread uses.
+    """
     changed = threading.Event()
+
+    def async_save(inner, *arguments, process_group, **options):
+        used = process_group._get_backend(torch.device("cpu")).options
+        seconds = used._timeout.total_seconds()
+        mine = process_group is not dist.group.WORLD
+        write("group", [mine, dist.get_backend(process_group), seconds])
+        return inner(*arguments, process_group=process_group, **options)
 
     def save(inner, self):
         inner(self)
@@ -98,6 +152,7 @@ def changed_while_saving(script):
         changed.wait()
         return inner(*arguments)
 
+    replace(dcp, "async_save", async_save)
     replace(script["Trainer"], "_save_snapshot", save)
     replace(dcp.FileSystemWriter, "write_data", write_data)
 

@@ -1,0 +1,305 @@
+"""Save a model that no rank can hold whole. Parent: variants/fsdp.py
+
+torchrun --standalone --nproc-per-node=2 -m variants.sharded_snapshot 50 10
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+"""
+
+import gc
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
+
+import utils
+
+
+def ddp_setup(device, timeout=timedelta(minutes=5)):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def blocks_of(module, in_list=False):
+    """The blocks in the outermost lists; each has a forward of its own."""
+    if in_list and type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    return [block for x in module.children() for block in blocks_of(x, in_list)]
+
+
+def shard(model, mesh, *optimizers, **options):
+    """Leave this rank a part of each parameter, and of its state in the optimizers."""
+    parts = {}
+    for block in [*dict.fromkeys(blocks_of(model)), model]:
+        new = {k: x for k, x in block.named_parameters() if not isinstance(x, DTensor)}
+        dtypes = {x.dtype for x in new.values() if x.requires_grad}
+        odd = [x in parts or 0 in (x.ndim, x.numel()) for x in new.values()]
+        if len(dtypes) > 1 or any(odd):
+            utils.error("FSDP2 refuses a scalar, empty, shared or mixed-dtype weight")
+        for tensor in [*new.values(), *block.buffers()]:
+            tensor.data = tensor.data.to(mesh.device_type).contiguous()
+            dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
+        fully_shard(block, mesh=mesh, **options)  # whole only while it computes
+        for name, x in new.items():
+            parts[x] = block.get_parameter(name)
+            x.data = torch.empty(0)  # or the device would hold the whole model
+    for optimizer in optimizers:
+        for x, state in optimizer.state.items():  # loaded, or made at once as Adagrad's
+            for name, value in state.items():
+                if getattr(value, "shape", None) == parts[x].shape:
+                    state[name] = distribute_tensor(value, mesh, parts[x].placements)
+        state = optimizer.state_dict()
+        for group in optimizer.param_groups:  # or it would train the old parameters
+            group["params"] = [parts[x] for x in group["params"]]
+        optimizer.load_state_dict(state)
+
+
+def gather(value):
+    """`value` with each sharded tensor in its dicts and lists whole, on rank 0."""
+    if isinstance(value, dict):
+        return {name: gather(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [gather(x) for x in value]
+    if isinstance(value, DTensor):
+        return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
+    return value
+
+
+def parts_of(model, optimizer):
+    """This rank's parts, by names that do not depend on the number of ranks."""
+    states = get_state_dict(model, optimizer)
+    return dict(zip(("MODEL_STATE", "OPTIMIZER_STATE"), states, strict=True))
+
+
+def save_parts(model, optimizer, folder, group):
+    """Copy this rank's parts; they are written while the next steps change them."""
+    parts = parts_of(model, optimizer)
+    return dcp.async_save(parts, checkpoint_id=folder, process_group=group)
+
+
+def load_parts(model, optimizer, folder):
+    """Fill in the rows that this rank holds now, whichever rank has written them."""
+    parts = parts_of(model, optimizer)
+    try:
+        dcp.load(parts, checkpoint_id=folder)
+    except (Exception, dcp.CheckpointException) as reason:
+        utils.error(f"{folder} is not whole: {str(reason).splitlines()[-1]}")
+    states = {"model_state_dict": parts["MODEL_STATE"]}
+    states["optim_state_dict"] = parts["OPTIMIZER_STATE"]
+    set_state_dict(model, optimizer, **states)
+
+
+def shapes_of(model, optimizer):
+    """What utils.check_snapshot compares, without a number of the model."""
+    states = model.state_dict(), optimizer.state_dict()
+    shapes = {k: torch.empty(x.shape, device="meta") for k, x in states[0].items()}
+    groups = {"param_groups": states[1]["param_groups"]}
+    return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": groups}
+
+
+def commit(snapshot, path, written, old_folder):
+    """Once all ranks have written, replace the file that names the folder."""
+    written.result()
+    if dist.get_rank() == 0:  # one rank writes the file
+        utils.save_atomically(snapshot, path)
+        shutil.rmtree(old_folder, ignore_errors=True)
+        print(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}", flush=True)
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+    ):
+        if type(optimizer).__name__ in ("Adafactor", "Muon", "Rprop"):
+            utils.error(f"{type(optimizer).__name__} needs whole parameters")
+        self.device = device
+        self.model = model
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.epochs_run = 0
+        self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
+        self.thread, self.folder = ThreadPoolExecutor(1), ""
+        self.saving = self.thread.submit(lambda: None)
+        self._load_snapshot()
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        shard(model, mesh, optimizer)  # moves block by block: no device holds them all
+        if self.folder:
+            load_parts(model, optimizer, self.folder)
+
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self, total_epochs))
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
+            self.epochs_run = epoch + 1
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+        self.saving.result()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.train_data:
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        if any(x.grad is None for x in self.model.parameters() if x.requires_grad):
+            raise RuntimeError("a parameter has no gradient: do all ranks use it?")
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # contiguous() may have copied it
+        batches = torch.tensor(len(self.eval_data), device=self.device)
+        dist.all_reduce(batches, dist.ReduceOp.MAX)
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+            output = self.model(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        for _ in range(batches.item() - len(self.eval_data)):
+            source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
+            self.model(source.to(self.device))  # all ranks must gather equally often
+        dist.all_reduce(loss_sum)
+        return loss_sum.item() / len(self.eval_data.dataset)
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
+
+    def _save_snapshot(self):
+        self.saving.result()  # or the error that the thread met
+        folder = f"{os.path.realpath(self.snapshot_path)}.{self.epochs_run}"
+        written = save_parts(self.model, self.optimizer, folder, self.cpu_group)
+        snapshot = {
+            "MODEL_STATE": {},
+            "OPTIMIZER_STATE": {},
+            "EPOCHS_RUN": self.epochs_run,
+            "SHAPES": shapes_of(self.model, self.optimizer),
+            "FOLDER": os.path.basename(folder),  # beside this file
+        }
+        snapshot = gather(snapshot)  # all ranks take part
+        job = snapshot, self.snapshot_path, written, self.folder
+        self.saving, self.folder = self.thread.submit(commit, *job), folder
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
+            return
+        if "FOLDER" in snapshot:
+            path = os.path.realpath(self.snapshot_path)
+            self.folder = os.path.join(os.path.dirname(path), snapshot["FOLDER"])
+            snapshot |= snapshot["SHAPES"]
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        if not self.folder:
+            self.model.load_state_dict(snapshot["MODEL_STATE"])
+            self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    model = torch.nn.Linear(20, 1)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+    )
+
+
+@record  # or torchrun could not show the traceback
+def main(args):
+    rank, local_rank, world_size = utils.torchrun_env()
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
+    ddp_setup(device)
+    utils.check_data(train_set, eval_set, args.batch_size)
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
+    sampler = range(rank, len(eval_set), world_size)  # each sample once
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+    ).train(args.total_epochs)
+    vars(next(model.parameters()).device_mesh).clear()  # DTensor's caches keep it
+    del model, optimizer  # or gloo's threads outlive main, and may abort the exit
+    gc.collect()
+    dist.destroy_process_group()  # once the Trainer is gone
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    args = parser.parse_args()
+    main(args)
