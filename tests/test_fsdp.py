@@ -112,7 +112,7 @@ def test_ranks_that_use_different_blocks(tmp_path):
 
 @pytest.mark.parametrize("held_out", [65, 1])
 def test_ranks_with_unequally_many_batches(tmp_path, held_out):
-    """Of 65 samples in batches of 32, rank 0 has two, rank 1 one. Of one, it has none."""
+    """Of 65 samples in batches of 32, rank 1 has one batch, and of 1 sample none."""
     few = "MyTrainDataset(512, seed=1)", f"MyTrainDataset({held_out}, seed=1)"
     script = plant(NAME, tmp_path / "copy", few)
     text = script.read_text()  # a rank that waits alone raises soon

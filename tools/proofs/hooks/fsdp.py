@@ -17,7 +17,7 @@ import utils
 
 
 class Blocks(torch.nn.Module):
-    """Lists in a list, a block that is used twice, and a container without a forward."""
+    """Lists in a list, a block that is used twice, a container without a forward."""
 
     def __init__(self):
         super().__init__()
