@@ -47,6 +47,11 @@ def get_rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def get_world_size():
+    """The number of processes that train together, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def error(message):
     """Bad input: end the program with one line on stderr and exit status 2."""
     if int(os.environ.get("LOCAL_RANK", get_rank())) > 0:
@@ -151,21 +156,22 @@ def spawn(main, args, nprocs):
 
 def check_data(train_set, eval_set, batch_size):
     """End with one line unless all ranks have equally many samples, and enough."""
-    size = len(train_set), len(eval_set)
-    sizes = [size] * (dist.get_world_size() if dist.is_initialized() else 1)
+    samples = len(train_set)
+    held_out = len(eval_set)
+    sizes = [(samples, held_out)] * get_world_size()
     if dist.is_initialized():
-        dist.all_gather_object(sizes, size)
+        dist.all_gather_object(sizes, (samples, held_out))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
-    step, (samples, held_out) = len(sizes) * batch_size, size
+    step = get_world_size() * batch_size
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
-def check_finite(loss, trainer):
-    """End with one line, before anything is saved, if `loss` is NaN or infinite."""
+def check_finite(loss, epochs_run, path):
+    """End with one line if `loss` is NaN or infinite: the file at `path` stays."""
     if not math.isfinite(loss):
-        error(f"epoch {trainer.epochs_run}: loss {loss}, {trainer.snapshot_path} kept")
+        error(f"epoch {epochs_run}: loss {loss}, {path} kept")
 
 
 def save_atomically(snapshot, path):
@@ -219,35 +225,48 @@ def broadcast_snapshot(path, src):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
+def shapes(state):
+    """[(name, shape)] of a model's state. What is no tensor has the shape None."""
+    return [(name, getattr(value, "shape", None)) for name, value in state.items()]
+
+
 def check_snapshot(snapshot, model, optimizer, path):
     """End with one line unless `snapshot` fits; print the settings that it replaces."""
     hint = "choose another --snapshot-path"
-    states = snapshot["MODEL_STATE"], model.state_dict()  # extra state has no shape
-    old, new = [[(k, getattr(x, "shape", None)) for k, x in y.items()] for y in states]
-    if old != new:  # nor in another order: the optimizer knows parameters by number
+    # The order counts, too: the optimizer knows the parameters by number.
+    if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
         error(f"{path} belongs to another model: {hint}")
-    states = snapshot["OPTIMIZER_STATE"], optimizer.state_dict()
-    old, new = [state["param_groups"] for state in states]
-    if [len(x["params"]) for x in old] != [len(x["params"]) for x in new]:
+    old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
+    new_groups = optimizer.state_dict()["param_groups"]
+    if [len(x["params"]) for x in old_groups] != [len(x["params"]) for x in new_groups]:
         error(f"{path} belongs to an optimizer of other parameter groups: {hint}")
-    for saved, group in zip(old, new, strict=True):
-        for name, value in group.items():
-            if name not in saved and type(value) in (int, float, tuple):
+    for old, new in zip(old_groups, new_groups, strict=True):
+        for name, value in new.items():
+            # An older PyTorch may not have saved all options that are bools or None.
+            if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
-            scheduled = f"initial_{name}" in group  # then a schedule sets it
-            if saved.get(name, value) != value and not scheduled and get_rank() == 0:
-                print(f"{name} is {saved[name]} as in {path}, not {value} as here")
+            scheduled = f"initial_{name}" in new  # then a schedule sets it
+            if old.get(name, value) != value and not scheduled and get_rank() == 0:
+                print(f"{name} is {old[name]} as in {path}, not {value} as here")
 
 
-def describe_run(trainer, total_epochs):
-    """What is about to run, in two lines."""
-    data, held_out = trainer.train_data, trainer.eval_data.dataset
-    each, ranks = data.batch_size, dist.get_world_size() if dist.is_initialized() else 1
-    done, floor = trainer.epochs_run, getattr(held_out, "noise_floor", None)
-    return (
-        f"{ranks} x {trainer.device.type}, batch {each} each: effective batch"
-        f" {ranks * each}, {len(data)} steps per epoch, {len(data.dataset)} samples,"
-        f" {len(held_out)} held out{f' (noise floor {floor})' if floor else ''}\n"
-        f"{'nothing to do: ' if done >= total_epochs else ''}{done} of {total_epochs}"
-        f" epochs are finished in {trainer.snapshot_path}"
+def describe_run(train_data, eval_data, device):
+    """What is about to run, in a line."""
+    ranks = get_world_size()
+    batch = train_data.batch_size
+    # Ranks that share a batch are one replica: only the sampler knows about them.
+    replicas = getattr(train_data.sampler, "num_replicas", ranks)
+    line = (
+        f"{ranks} x {device.type}, batch {batch} each:"
+        f" effective batch {replicas * batch}, {len(train_data)} steps per epoch,"
+        f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
     )
+    floor = getattr(eval_data.dataset, "noise_floor", None)
+    return f"{line} (noise floor {floor})" if floor else line
+
+
+def progress(epochs_run, total_epochs, path):
+    """How many epochs are finished, in a line. Without snapshots, `path` is None."""
+    where = f" in {path}" if path else ""
+    line = f"{epochs_run} of {total_epochs} epochs are finished{where}"
+    return f"nothing to do: {line}" if epochs_run >= total_epochs else line

@@ -143,6 +143,14 @@ def test_says_what_it_does(runs, name):
     assert len([x for x in lines if re.fullmatch(pattern, x)]) == 5
 
 
+def test_ranks_that_share_a_batch_count_once(tmp_path):
+    """Two ranks that see the same samples, as in tensor parallelism, are one."""
+    change = "DistributedSampler(train_set", "DistributedSampler(train_set, 1, 0"
+    script = plant(MULTIGPU, tmp_path / "copy", change)
+    done = train(script, 1, 1, cwd=tmp_path)
+    assert done.stdout.startswith("2 x cpu, batch 32 each: effective batch 32, 64 step")
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_snapshot_holds_plain_keys(runs, name):
     snapshot = load(runs(name)[0] / "snapshot.pt")

@@ -55,13 +55,13 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self.samples_run = 0  # of the epoch that is under way, by all ranks together
-        sigterm = self.sigterm = torch.zeros(1)
-        signal.signal(signal.SIGTERM, lambda *_: sigterm.fill_(1))
+        self.sigterm = catch_sigterm()
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self._load_snapshot()
 
     def train(self, total_epochs):
-        self._print(utils.describe_run(self, total_epochs))
+        self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
+        self._print(utils.progress(self.epochs_run, total_epochs, self.snapshot_path))
         self._print(f"{self.samples_run} samples of the next epoch are trained already")
         for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
@@ -75,7 +75,8 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            # NaN must not replace the last good snapshot.
+            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -90,7 +91,8 @@ class Trainer:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
-                utils.check_finite(sum(x.sum() for x in self.model.parameters()), self)
+                weights = sum(x.sum() for x in self.model.parameters())
+                utils.check_finite(weights, self.epochs_run, self.snapshot_path)
                 self._save_snapshot()
                 self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
@@ -161,6 +163,13 @@ class Trainer:
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.samples_run = snapshot.get("SAMPLES_RUN", 0)
+
+
+def catch_sigterm():
+    """A flag that SIGTERM sets to 1. The handler lives long, and holds nothing else."""
+    flag = torch.zeros(1)
+    signal.signal(signal.SIGTERM, lambda *_: flag.fill_(1))
+    return flag
 
 
 def load_train_objs():

@@ -66,7 +66,8 @@ class Trainer:
         self._load_snapshot()
 
     def train(self, total_epochs):
-        self._print(utils.describe_run(self, total_epochs))
+        self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
+        self._print(utils.progress(self.epochs_run, total_epochs, self.snapshot_path))
         steps = len(self.train_data)
         self.scheduler = schedule(self.optimizer, steps, self.epochs_run, total_epochs)
         for epoch in range(self.epochs_run, total_epochs):
@@ -83,7 +84,8 @@ class Trainer:
             lr = self.scheduler.get_last_lr()[0]
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
             write_log(f"{self.snapshot_path}.csv", self.log)
-            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            # NaN must not replace the last good snapshot.
+            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 

@@ -221,7 +221,9 @@ class TrainLoop:
         return DataLoader(sampler=sampler, **options)
 
     def _train(self):
-        self._print(utils.describe_run(self, self.total_epochs).replace(" in None", ""))
+        path = self.snapshot_path
+        self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
+        self._print(utils.progress(self.epochs_run, self.total_epochs, path))
         self._call("on_train_start")
         for epoch in range(self.epochs_run, self.total_epochs):
             if self.stop:
@@ -239,7 +241,8 @@ class TrainLoop:
             line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
-            utils.check_finite(self.loss, self)  # or NaN replaces the snapshot
+            # NaN must not replace the last good snapshot.
+            utils.check_finite(self.loss, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
                 plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[self.loss] * plateau)
