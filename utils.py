@@ -196,10 +196,7 @@ def save_atomically(snapshot, path):
 
 
 def read_snapshot(path, mmap=False):
-    """The snapshot at `path`, on the CPU, or None if there is none.
-
-    mmap: read from the disk what is used, so that all ranks of a machine share it.
-    """
+    """The snapshot at `path`, on the CPU, or None. `mmap`: what is used is read then."""
     if not os.path.exists(path):
         return None
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)

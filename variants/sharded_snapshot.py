@@ -148,7 +148,8 @@ class Trainer:
             load_parts(model, optimizer, self.folder)
 
     def train(self, total_epochs):
-        self._print(utils.describe_run(self, total_epochs))
+        self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
+        self._print(utils.progress(self.epochs_run, total_epochs, self.snapshot_path))
         for epoch in range(self.epochs_run, total_epochs):
             start = time.perf_counter()
             train_loss = self._run_epoch(epoch)
@@ -159,7 +160,8 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            utils.check_finite(held_out_loss, self)  # or NaN replaces the snapshot
+            # NaN must not replace the last good snapshot.
+            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
         self.saving.result()
