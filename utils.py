@@ -196,7 +196,7 @@ def save_atomically(snapshot, path):
 
 
 def read_snapshot(path, mmap=False):
-    """The snapshot at `path`, on the CPU, or None. `mmap`: what is used is read then."""
+    """The snapshot at `path`, on the CPU, or None. With `mmap`, it is read on use."""
     if not os.path.exists(path):
         return None
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)
