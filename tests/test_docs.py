@@ -49,6 +49,16 @@ def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
 
 
 @pytest.mark.text
+@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
+def test_an_option_that_a_variant_adds_is_tried(name):
+    """By the tests of all scripts, if its docstring's command has it, or by its own."""
+    add = r'add_argument\(\s*"(--[\w-]+)"'
+    mine, parents = (set(re.findall(add, text_of(x))) for x in (name, PARENTS[name]))
+    tried = f"{commands(name)} {text_of(own_tests(name))}"
+    assert not [option for option in mine - parents if option not in tried]
+
+
+@pytest.mark.text
 def test_chapter_1_quotes_the_script():
     """Each of its fences of python is a stretch of the script, or a file to run."""
     text = text_of("docs/1_single_gpu.md")

@@ -13,8 +13,19 @@ RUNS = [*((x, 2) for x in DISTRIBUTED), ("multigpu.py", 3)]
 of_each_run = pytest.mark.parametrize(("name", "nprocs"), RUNS)
 
 
+def replicas(facts):
+    """One rank of each replica. Ranks that share a batch are one, and do the same."""
+    found = {}
+    for rank in facts:
+        first = found.setdefault(rank["replica"], rank)
+        for key in ("replicas", "orders", "evaluated", "random"):
+            assert rank[key] == first[key], f"{key} of ranks of one replica"
+    assert sorted(found) == list(range(facts[0]["replicas"]))
+    return list(found.values())
+
+
 def steps(facts, epoch):
-    """The samples of each step of all ranks together, as sets."""
+    """The samples of each step of all replicas together, as sets."""
     orders, size = [x["orders"][epoch] for x in facts], 66 // len(facts)
     starts = range(0, len(orders[0]), size)
     return [{i for order in orders for i in order[at : at + size]} for at in starts]
@@ -24,10 +35,10 @@ def steps(facts, epoch):
 def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
     """Also where neither batches nor ranks divide the number of samples."""
     _, (alone,), _ = probes("single_gpu.py")
-    _, facts, _ = probes(name, nprocs)
+    facts = replicas(probes(name, nprocs)[1])
     for epoch in (0, 1):
         seen = [i for x in facts for i in x["orders"][epoch]]
-        assert len(seen) == len(set(seen)), "ranks share samples"
+        assert len(seen) == len(set(seen)), "replicas share samples"
         # A sampler may draw an index more than the loader uses up.
         assert steps(facts, epoch)[:2] == steps([alone], epoch)[:2]
         assert len(steps(facts, epoch)) == len(steps([alone], epoch))
@@ -47,7 +58,8 @@ def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
 @of_each_run
 def test_every_held_out_sample_counts_once(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
-    assert sorted(i for x in facts for i in x["evaluated"]) == list(range(17))
+    evaluated = [i for x in replicas(facts) for i in x["evaluated"]]
+    assert sorted(evaluated) == list(range(17))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -60,10 +72,10 @@ def test_order_differs_by_epoch(probes, name):
 
 @of_each_run
 def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
-    """Dropout masks and the like."""
-    _, facts, _ = probes(name, nprocs)
+    """Dropout masks and the like, which ranks that share a batch share as well."""
+    facts = replicas(probes(name, nprocs)[1])
     drawn = [x for rank in facts for x in rank["random"]]
-    assert len(set(drawn)) == 2 * nprocs
+    assert len(set(drawn)) == 2 * len(facts)
 
 
 @of_each_run

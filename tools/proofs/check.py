@@ -21,12 +21,12 @@ def checks(name, text_only):
     parent, stem = PARENTS.get(name), Path(name).stem
     files = [x for x in (name, own_tests(name)) if (ROOT / x).exists()]
     yield from (["ruff", "check", *files], ["ruff", "format", "--check", *files])
-    # `-k` finds the tests that have the script among their parameters or in their file
-    yield ["pytest", "-q", "tests/test_diff.py", "tests/test_docs.py", "-k", stem]
+    yield ["pytest", "-q", *(f"tests/test_{x}.py" for x in ("layout", "diff", "docs"))]
     yield ["tools.site.build", "--check", "--diffs"]
     if text_only:
         return
-    yield ["pytest", "-q", "-k", stem, "-m", "not text"]
+    # `-k` finds the tests that have the script among their parameters or in their file
+    yield ["pytest", "-q", "--all", "-k", stem]
     # A framework has no diff, but a page of its name.
     places = explanations().get((parent, name), {}).values()
     for page in sorted({page for page, *_ in places}) if parent else [stem]:

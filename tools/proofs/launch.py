@@ -113,8 +113,12 @@ def run_script(script, *arguments, cwd, **env):
 
 
 def batch_size(name, effective, nprocs=2):
-    """`--batch-size` of each process, so that a step takes `effective` samples."""
-    return effective // nprocs if name in DISTRIBUTED else effective
+    """`--batch-size` of each process, so that a step takes `effective` samples.
+
+    All ranks share the batch of a script that tells its sampler `num_replicas=`.
+    """
+    shared = "num_replicas=" in (ROOT / name).read_text()
+    return effective if shared or name not in DISTRIBUTED else effective // nprocs
 
 
 def plant(name, folder, *changes, hooks=()):

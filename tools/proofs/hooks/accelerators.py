@@ -1,5 +1,6 @@
 """This machine says that it has accelerators, or a CPU is as strict as they are."""
 
+import inspect
 import types
 
 import torch
@@ -42,12 +43,13 @@ class Marking(torch.overrides.TorchFunctionMode):
 def strict(script):
     """Collectives of the default group refuse what was not put on a device, as NCCL."""
 
-    def checked(collective, *arguments, group=None, **options):
+    def checked(collective, *arguments, **options):
         marks = torch.overrides._len_torch_function_stack()  # not inside backward()
-        for tensor in arguments:
-            if isinstance(tensor, torch.Tensor) and group is None and marks:
+        named = inspect.signature(collective).bind(*arguments, **options).arguments
+        for tensor in named.values():
+            if isinstance(tensor, torch.Tensor) and not named.get("group") and marks:
                 assert getattr(tensor, "is_placed", False), f"{tensor} is on no device"
-        return collective(*arguments, group=group, **options)
+        return collective(*arguments, **options)
 
     def marking(main, *arguments):
         with Marking():

@@ -2,6 +2,7 @@
 
     local_rank, threads          of this process; local_rank as it asked for a device
     timeout_s                    of the process group's collectives
+    replica, replicas            which, of how many: ranks that share a batch are one
     orders, random               of each epoch: the samples it took, and a random number
     evaluated, weights           of the last epoch: samples, and weights at its end
     writes                       how often it wrote a snapshot
@@ -23,6 +24,9 @@ facts = {"writes": 0, "orders": [], "random": []}
 class Trainer:
     def train(self, *arguments):
         facts["threads"] = torch.get_num_threads()
+        sampler = self.train_data.sampler
+        facts["replica"] = getattr(sampler, "rank", 0)
+        facts["replicas"] = getattr(sampler, "num_replicas", 1)
         facts["timeout_s"] = None
         if dist.is_initialized():
             backend = dist.group.WORLD._get_backend(self.device)
