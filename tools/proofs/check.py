@@ -1,10 +1,11 @@
 """Check one script: its text, its tests, its chapter, and every line that it adds.
 
-    python -m tools.proofs.check NAME            everything, in some two minutes
+    python -m tools.proofs.check NAME            everything, in 2 to 5 minutes
     python -m tools.proofs.check --text NAME     what only reads files, in seconds
 
-NAME is the path of a script, such as `variants/preemptible.py`. Each check is a command
-that you can type as well. Exit status 1: one of them failed.
+NAME is the path of a script, such as `variants/preemptible.py`. If torchrun starts it,
+its proof alone takes more than 3 minutes. Each check is a command that you can type as
+well. Exit status 1: one of them failed.
 """
 
 import subprocess

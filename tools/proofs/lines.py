@@ -4,7 +4,8 @@
 
 Takes each statement, each block's header and each argument that a script's diff adds
 back out again, one at a time, and runs the tests that the line's explanation names, the
-quickest of them first, until one fails. Without names it does all scripts.
+quickest of them first, until one fails. Without names it does all scripts. One takes 1
+to 3 minutes, and more if torchrun starts it.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
 other scripts. As a control, the tests run on the script as it is before. A test that
