@@ -54,16 +54,16 @@ def shard(model, mesh, *optimizers, **options):
                     state[name] = distribute_tensor(value, mesh, parts[x].placements)
         state = optimizer.state_dict()
         for group in optimizer.param_groups:  # or it would train the old parameters
-            group["params"] = [parts[x] for x in group["params"]]
+            group["params"][:] = [parts[x] for x in group["params"]]
         optimizer.load_state_dict(state)
 
 
 def gather(value):
-    """`value` with each sharded tensor in its dicts and lists whole, on rank 0."""
+    """`value` with the sharded tensors in it whole, on rank 0."""
     if isinstance(value, dict):
         return {name: gather(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [gather(x) for x in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(gather, value))
     if isinstance(value, DTensor):
         return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
     return value

@@ -59,16 +59,16 @@ def shard(model, mesh, *optimizers, **options):
                     state[name] = distribute_tensor(value, mesh, parts[x].placements)
         state = optimizer.state_dict()
         for group in optimizer.param_groups:  # or it would train the old parameters
-            group["params"] = [parts[x] for x in group["params"]]
+            group["params"][:] = [parts[x] for x in group["params"]]
         optimizer.load_state_dict(state)
 
 
 def gather(value):
-    """`value` with each sharded tensor in its dicts and lists whole, on rank 0."""
+    """`value` with the sharded tensors in it whole, on rank 0."""
     if isinstance(value, dict):
         return {name: gather(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [gather(x) for x in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(gather, value))
     if isinstance(value, DTensor):
         return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
     return value
@@ -99,7 +99,7 @@ def load_parts(model, optimizer, folder):
 
 
 def shapes_of(model, optimizer):
-    """What utils.check_snapshot compares, without a number of the model."""
+    """What utils.check_snapshot compares, without the weights."""
     states = model.state_dict(), optimizer.state_dict()
     shapes = {k: torch.empty(x.shape, device="meta") for k, x in states[0].items()}
     groups = {"param_groups": states[1]["param_groups"]}
@@ -216,7 +216,9 @@ class Trainer:
 
     def _save_snapshot(self):
         self.saving.result()  # or the error that the thread met
-        folder = f"{os.path.realpath(self.snapshot_path)}.{self.epochs_run}"
+        mark = [os.urandom(4).hex()]  # two runs must not write into one folder
+        dist.broadcast_object_list(mark)
+        folder = f"{os.path.realpath(self.snapshot_path)}.{self.epochs_run}.{mark[0]}"
         written = save_parts(self.model, self.optimizer, folder, self.cpu_group)
         snapshot = {
             "MODEL_STATE": {},
@@ -243,10 +245,11 @@ class Trainer:
             path = os.path.realpath(self.snapshot_path)
             self.folder = os.path.join(os.path.dirname(path), snapshot["FOLDER"])
             snapshot |= snapshot["SHAPES"]
+            snapshot["OPTIMIZER_STATE"]["state"] = self.optimizer.state_dict()["state"]
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         if not self.folder:
             self.model.load_state_dict(snapshot["MODEL_STATE"])
-            self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
