@@ -18,11 +18,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, data, options, report, shard
+from mingpt import batches, data, options, report
+from variants.fsdp import shard
 
 
 def ddp_setup(device):
@@ -66,7 +68,16 @@ class Trainer:
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
         if args.shard:  # also what was loaded
-            shard.shard(model, optimizer, device, self.dtype, self.cpu_group)
+            self._shard()
+
+    def _shard(self):
+        """Leave this rank a part of the model and of its optimizer."""
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        half = None if self.dtype == torch.float32 else self.dtype  # to send less
+        policy = MixedPrecisionPolicy(half, reduce_dtype=half and torch.float32)
+        optimizers = getattr(self.optimizer, "optimizers", [self.optimizer])
+        shard(self.model, mesh, *optimizers, mp_policy=policy)
+        register_fsdp_forward_method(self.model, "generate")  # it calls no forward
 
     def train(self):
         self._print(report.describe_run(self))
