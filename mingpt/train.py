@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, data, options, report
+from mingpt import batches, checks, data, loading, options, report
 from variants.fsdp import shard
 
 
@@ -210,13 +210,14 @@ class Trainer:
 
     def _save_snapshot(self):
         path, self.steps_saved = self.args.snapshot_path, self.steps_run
+        now = checks.configuration(self.args, self.corpus, self.model.config)
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
-            "CONFIGURATION": options.configuration(self.args, self.corpus, self.model),
+            "CONFIGURATION": now,
         }
         # A copy, because the next steps change the weights while it is written.
         snapshot = copy_to_cpu(snapshot, {})
@@ -241,7 +242,9 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(path, newest)
         if snapshot is None:
             return
-        options.check_snapshot(snapshot, self)
+        now = checks.configuration(self.args, self.corpus, self.model.config)
+        checks.check_snapshot(snapshot, now, path)
+        utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         if self.scaler.is_enabled() and snapshot["SCALER_STATE"]:
@@ -280,11 +283,11 @@ def lr_scale(step, steps, warmup):
     return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (steps - rising))
 
 
-def load_train_objs(args):
+def load_train_objs(args, device):
     """Your text, model and optimizer go here."""
     corpus = data.prepare(args.data, args.tokenizer, args.cache, args.val_fraction)
     torch.manual_seed(args.seed % 2**64)
-    model, optimizer = options.load_model(args, corpus.vocab_size)
+    model, optimizer = loading.load_model(args, corpus.vocab_size, device)
     return corpus, model, optimizer
 
 
@@ -304,9 +307,9 @@ def main(args):
     rank, local_rank, world_size = (0, None, 1) if alone else utils.torchrun_env()
     device = utils.set_device(args.device, local_rank)
     options.settle(args, device)
-    corpus, model, optimizer = load_train_objs(args)
+    corpus, model, optimizer = load_train_objs(args, device)
     ddp_setup(device)
-    options.check_ranks(args, corpus)
+    checks.check_ranks(args, corpus)
     sizes = model.config.block_size, args.batch_size
     if len(corpus.train) <= model.config.block_size:
         utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
