@@ -46,6 +46,14 @@ class Trainer:
         args,
     ):
         self.device = device
+        self.steps = args.steps
+        self.eval_every = args.eval_every
+        self.accumulate = args.accumulate
+        self.warmup = args.warmup
+        self.clip = args.clip
+        self.seed = args.seed
+        self.snapshot_path = args.snapshot_path
+        self.configuration = checks.configuration(args, corpus, model.config)
         self.dtype = options.DTYPES[args.precision]
         scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
@@ -59,7 +67,7 @@ class Trainer:
             self.no_sync = self.ddp_model.no_sync
         self.optimizer = optimizer
         self.train_data, self.eval_data = train_data, eval_data
-        self.corpus, self.args = corpus, args
+        self.corpus = corpus
         self.steps_run = self.steps_saved = self.windows_run = 0  # windows: all ranks'
         self.sigterm = torch.zeros(1)
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
@@ -80,18 +88,18 @@ class Trainer:
         register_fsdp_forward_method(self.model, "generate")  # it calls no forward
 
     def train(self):
-        self._print(report.describe_run(self))
-        while self.steps_run < self.args.steps:
+        while self.steps_run < self.steps:
             start = time.perf_counter()
             train_loss, tokens = self._run_steps()
             tokens_per_s = tokens / (time.perf_counter() - start)
             metrics = {"train loss": train_loss, **self._evaluate()}
-            line = [f"step {self.steps_run}/{self.args.steps}"]
+            line = [f"step {self.steps_run}/{self.steps}"]
             line += [f"{name} {value:.4f}" for name, value in metrics.items()]
             self._print(" | ".join([*line, f"{tokens_per_s:,.0f} tokens/s"]))
             self._check_finite(metrics["val loss"])
             if dist.get_rank() == 0:  # one rank writes
-                report.log(self, {**metrics, "tokens/s": tokens_per_s})
+                row = {**metrics, "tokens/s": tokens_per_s}
+                report.log(self.snapshot_path, self.steps_run, row)
             self._save_snapshot()
             self._print(self._sample())
         self._finish_writing()
@@ -101,11 +109,11 @@ class Trainer:
         self.train_data.sampler.start = self.windows_run
         self.model.train()
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        every, total = self.args.eval_every, self.args.steps
+        every, total = self.eval_every, self.steps
         steps = min(every - self.steps_run % every, total - self.steps_run)
         for source, targets in itertools.islice(self.train_data, steps):
             self._stop_if_told()
-            torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
+            torch.manual_seed(hash((self.seed, self.steps_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
@@ -129,24 +137,24 @@ class Trainer:
             self._finish_writing()
             self._print(f"preempted after step {self.steps_run}")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-            open(f"{self.args.snapshot_path}.preempted", "w").close()
+            open(f"{self.snapshot_path}.preempted", "w").close()
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
-        scale = lr_scale(self.steps_run, self.args.steps, self.args.warmup)
+        scale = lr_scale(self.steps_run, self.steps, self.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
 
     def _accumulate(self, source, targets):
         """Add up the gradients of the micro-batches. Return the mean loss."""
-        batch_loss, pieces = 0, self.args.accumulate
+        batch_loss, pieces = 0, self.accumulate
         pairs = zip(source.chunk(pieces), targets.chunk(pieces), strict=True)
         for number, (source, targets) in enumerate(pairs, 1):
             # DDP decides in the forward pass whether backward sends the gradients.
@@ -205,19 +213,18 @@ class Trainer:
         if any(self._sum(not (finite and math.isfinite(loss)))):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             what = f"step {self.steps_run}: the loss or a weight is not finite"
-            stays = f"{self.args.snapshot_path} stays at step {self.steps_saved}"
+            stays = f"{self.snapshot_path} stays at step {self.steps_saved}"
             utils.error(f"{what}: {stays}")
 
     def _save_snapshot(self):
-        path, self.steps_saved = self.args.snapshot_path, self.steps_run
-        now = checks.configuration(self.args, self.corpus, self.model.config)
+        path, self.steps_saved = self.snapshot_path, self.steps_run
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
-            "CONFIGURATION": now,
+            "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
         snapshot = copy_to_cpu(snapshot, {})
@@ -231,7 +238,7 @@ class Trainer:
             self.writing.result()  # or the error that the writer met
 
     def _load_snapshot(self):
-        path = self.args.snapshot_path
+        path = self.snapshot_path
         snapshot = utils.read_snapshot(path)
         steps = [None] * dist.get_world_size()
         dist.all_gather_object(steps, (snapshot or {}).get("STEPS_RUN", 0))
@@ -242,8 +249,7 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(path, newest)
         if snapshot is None:
             return
-        now = checks.configuration(self.args, self.corpus, self.model.config)
-        checks.check_snapshot(snapshot, now, path)
+        checks.check_snapshot(snapshot, self.configuration, path)
         utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
@@ -320,8 +326,11 @@ def main(args):
     sampler = batches.eval_starts(len(corpus.val), *sizes, rank, world_size)
     eval_set = batches.Blocks(corpus.val, model.config.block_size)
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(model, optimizer, train_data, eval_data, device, corpus, args).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    trainer = Trainer(model, optimizer, train_data, eval_data, device, corpus, args)
+    trainer._print(report.describe_run(args, corpus, model, device, trainer.steps_run))
+    trainer.train()
+    del trainer  # the DDP model goes before its process group, or the exit may hang
+    gc.collect()
     dist.destroy_process_group()
 
 
