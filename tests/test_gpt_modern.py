@@ -195,9 +195,7 @@ def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
     optimizer = module.make_optimizer(model, 1e-2, 0.0)
     before = weights(model)
     take_step(model, optimizer)
-    for name, p, old in zip(
-        dict(model.named_parameters()), model.parameters(), before, strict=True
-    ):
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
         step = (p.detach() - old) / 1e-2
         if name == "transformer.wte.weight":
             assert step.abs().max() == pytest.approx(1, abs=1e-3)
