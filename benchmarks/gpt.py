@@ -24,7 +24,7 @@ import torch
 
 import utils
 from benchmarks import report
-from mingpt import data, model, options, train
+from mingpt import data, loading, model, options, train
 
 # {configuration: (preset, batch size on a CPU, on a GPU, size of the vocabulary)}
 CONFIGURATIONS = {
@@ -34,7 +34,6 @@ CONFIGURATIONS = {
 }
 # What the mean loss of a turn may differ by from that of the first version.
 TOLERANCE = {"fp32": 0.005, "bf16": 0.05}
-kernel_attention = model.attention
 
 
 class Version(NamedTuple):
@@ -56,8 +55,8 @@ def work(pipe, version, args):
     """Train a turn for each True that comes through `pipe`, until False comes."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         if args.vocab_size:
-            load_model = options.load_model
-            options.load_model = lambda typed, _: load_model(typed, args.vocab_size)
+            load = loading.load_model
+            loading.load_model = lambda typed, _, on: load(typed, args.vocab_size, on)
         train.Trainer = InTurns if version.kind == "mingpt" else PlainLoop
         train.Trainer.pipe, train.Trainer.version = pipe, version
         sys.argv = ["train", *words(version, args)]
@@ -107,7 +106,8 @@ class PlainLoop(InTurns):
         self.device, self.args, self.steps_run = device, args, 0
         self.dtype, self.batches = options.DTYPES[args.precision], iter(train_data)
         self.hugging_face = self.version.kind == "transformers"
-        model.attention = kernel_attention
+        for block in gpt.transformer.h:
+            block.attn.attention = model.attention  # PyTorch's kernel
         self.model = (as_transformers(gpt) if self.hugging_face else gpt).to(device)
         matrices = [x for x in self.model.parameters() if x.dim() >= 2]
         others = [x for x in self.model.parameters() if x.dim() < 2]

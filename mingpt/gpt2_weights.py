@@ -25,13 +25,14 @@ GPT2 = {
 }
 
 
-def load_gpt2(path, dropout=0.0, checkpoint=False):
+def load_gpt2(path, sizes=None, **more):
     """A GPT with the weights of `path`, in float32, on the CPU.
 
     path: a .safetensors file, or a folder as save_pretrained() of transformers writes
     it. The size follows from the weights, and the number of heads from config.json
     beside them; without it, a head has 64 channels, as in every GPT-2. What is no GPT-2
-    ends the program with one line and exit status 2.
+    ends the program with one line and exit status 2, as does another size than one of
+    `sizes`, {name: number or None}. more: other fields of GPTConfig.
     """
     path = os.fspath(path)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
@@ -40,17 +41,20 @@ def load_gpt2(path, dropout=0.0, checkpoint=False):
         config = read_config(os.path.join(folder, "config.json"))
         vocab_size, n_embd = state["transformer.wte.weight"].shape
         layers = {x.split(".")[2] for x in state if x.startswith("transformer.h.")}
-        size = {
+        own = {
             "block_size": len(state["transformer.wpe.weight"]),
             "vocab_size": vocab_size,
             "n_layer": len(layers),
             "n_head": config.get("n_head", n_embd // 64),
             "n_embd": n_embd,
         }
-        model = GPT(GPTConfig(**size, dropout=dropout, checkpoint=checkpoint))
+        model = GPT(GPTConfig(**own, **more))
         model.load_state_dict(state)
     except Exception as error:  # each format has errors of its own
         utils.error(f"{path} holds no GPT-2: {type(error).__name__}: {error}")
+    for name, value in (sizes or {}).items():
+        if value not in (None, own[name]):
+            utils.error(f"{path} has {name} {own[name]}, not {value}")
     return model
 
 

@@ -5,12 +5,21 @@ In the shapes below, B is the batch, T the tokens of a sequence, C the width (n_
 and V the size of the vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+
+def attention(q, k, v, dropout):
+    """Each token looks at itself and at earlier ones: (B, heads, T, head size) each."""
+    # A single token is the last one, so it may see every key. is_causal would show it
+    # the first key only.
+    causal = q.size(2) > 1
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
 
 
 @dataclass
@@ -24,6 +33,7 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     checkpoint: bool = False  # saves memory: activations are computed twice
+    attention: Callable = attention  # another one may be faster on a device
 
 
 class KVCache:
@@ -39,14 +49,6 @@ class KVCache:
         return k, v
 
 
-def attention(q, k, v, dropout):
-    """Each token looks at itself and at earlier ones: (B, heads, T, head size) each."""
-    # A single token is the last one, so it may see every key. is_causal would show it
-    # the first key only.
-    causal = q.size(2) > 1
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -54,6 +56,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = config.dropout
+        self.attention = config.attention
 
     def forward(self, x, cache):
         B, T, C = x.shape
@@ -62,7 +65,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = attention(q, k, v, self.dropout * self.training)
+        y = self.attention(q, k, v, self.dropout * self.training)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 

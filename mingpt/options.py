@@ -1,17 +1,14 @@
-"""The command line of mingpt.train, its checks, and what "auto" means here."""
+"""The command line of mingpt.train, and what "auto" means here."""
 
 import argparse
-import dataclasses
 import importlib.util
 import shutil
 import sys
 
 import torch
-import torch.distributed as dist
 
 import utils
-from mingpt import cpu_attention, data, modern
-from mingpt import model as gpt2
+from mingpt import data
 
 SIZES = {
     "n_layer": "layers",
@@ -38,8 +35,6 @@ PRESETS = {
 PRESETS = {k: dict(zip([*SIZES, *STEPS], x, strict=True)) for k, x in PRESETS.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AMX = "_is_amx_tile_supported"  # whether the CPU multiplies matrices of bfloat16
-# What each rank may have of its own. All else must be the same.
-OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path"}
 
 
 def make_parser(doc):
@@ -109,67 +104,6 @@ def parse(parser):
     return args
 
 
-def load_model(args, vocab_size):
-    """The model that `args` describe, and its optimizer."""
-    try:
-        module = importlib.import_module(args.model)
-    except ModuleNotFoundError as error:
-        utils.error(f"--model {args.model}: {error}")
-    sizes = {name: getattr(args, name) for name in SIZES} | {"vocab_size": vocab_size}
-    more = {"dropout": args.dropout, "checkpoint": args.checkpoint}
-    try:
-        if args.init_from:
-            model = load_gpt2(args.init_from, sizes, more)
-        else:
-            model = module.GPT(module.GPTConfig(**sizes, **more))
-    except ValueError as error:
-        utils.error(error)
-    return model, module.make_optimizer(model, args.lr, args.weight_decay)
-
-
-def load_gpt2(path, sizes, more):
-    """GPT-2 with the weights of --init-from; its sizes are what was asked for."""
-    from mingpt import gpt2_weights
-
-    model = gpt2_weights.load_gpt2(path, **more)
-    for name, value in sizes.items():
-        if value not in (None, its := getattr(model.config, name)):
-            raise ValueError(f"{path} has {name} {its}, not {value}")
-    return model
-
-
-def check_ranks(args, corpus):
-    """End with one line if the ranks do not train the same, on the same text."""
-    mine = {x: y for x, y in vars(args).items() if x not in OF_ONE_RANK}
-    mine["text"] = f"{len(corpus.train)} tokens, {corpus.checksum}"
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    for name in mine:
-        if len({str(x[name]) for x in found}) > 1:
-            utils.error(f"ranks differ in {name}: {[x[name] for x in found]}")
-
-
-def configuration(args, corpus, model):
-    """What a snapshot must have been saved with, so that a run can resume from it."""
-    names = {"model": args.model, "seed": args.seed}
-    names |= {"tokenizer": corpus.tokenizer.state(), "text": corpus.checksum}
-    config = dataclasses.asdict(model.config) | {"checkpoint": False}
-    return {**names, "config": config}  # checkpointing changes no result
-
-
-def check_snapshot(snapshot, trainer):
-    """End with one line if a snapshot does not fit. Another text is only printed."""
-    path, saved = trainer.args.snapshot_path, snapshot.get("CONFIGURATION", {})
-    now = configuration(trainer.args, trainer.corpus, trainer.model)
-    for name, value in now.items():
-        if name == "text" and saved.get(name) != value:
-            trainer._print(f"{path} was trained on another text, or another split")
-        elif saved.get(name) != value:
-            other = "is another one" if name == "tokenizer" else saved.get(name)
-            utils.error(f"{path}: its {name} {other}: choose another --snapshot-path")
-    utils.check_snapshot(snapshot, trainer.model, trainer.optimizer, path)
-
-
 def settle(args, device):
     """Put what this device does in place of `--precision auto` and `--compile auto`."""
     if args.precision == "auto":
@@ -181,8 +115,6 @@ def settle(args, device):
             args.precision = "bf16"  # it is faster on this processor
     if args.compile == "auto":
         args.compile = "on" if can_compile(device) else "off"
-    if (device.type, args.precision) == ("cpu", "bf16"):
-        gpt2.attention = modern.attention = cpu_attention.attention
 
 
 def can_compile(device):

@@ -6,35 +6,34 @@ import os
 import torch.distributed as dist
 
 
-def describe_run(trainer):
+def describe_run(args, corpus, model, device, steps_run):
     """What is about to run, in four lines."""
-    args, config = trainer.args, trainer.model.config
-    world_size, device = dist.get_world_size(), trainer.device.type
+    config, world_size = model.config, dist.get_world_size()
     tokens = world_size * args.batch_size * config.block_size
-    passes = args.steps * tokens / len(trainer.corpus.train)
-    parameters = sum(x.numel() for x in trainer.model.parameters())
+    passes = args.steps * tokens / len(corpus.train)
+    parameters = sum(x.numel() for x in model.parameters())
     compiled = "compiled" if args.compile == "on" else "not compiled"
     return (
-        f"text: {trainer.corpus.description}\n"
+        f"text: {corpus.description}\n"
         f"model: {args.model}, {parameters / 1e6:.2f} M parameters, {config.n_layer}"
         f" layers, {config.n_head} heads, {config.n_embd} wide, blocks of"
         f" {config.block_size} tokens, vocabulary {config.vocab_size}\n"
-        f"run: {world_size} x {device}, {args.precision}, {compiled}, batch"
+        f"run: {world_size} x {device.type}, {args.precision}, {compiled}, batch"
         f" {args.batch_size} blocks each in {args.accumulate} micro-batches:"
         f" {tokens:,} tokens a step, {args.steps} steps, {passes:.2g} passes over the"
-        f" text\n{trainer.steps_run} of {args.steps} steps are finished in"
+        f" text\n{steps_run} of {args.steps} steps are finished in"
         f" {args.snapshot_path}"
     )
 
 
-def log(trainer, metrics):
-    """Write the metrics of a step as the last line of a CSV file.
+def log(snapshot_path, step, metrics):
+    """Write the metrics of a step as the last line of a CSV file beside the snapshot.
 
     Lines of this step and of later ones go: a run that was killed may have logged more
     than it saved. The file is renamed into place, so that a kill tears no line.
     """
-    step, rows = trainer.steps_run, []
-    path = f"{trainer.args.snapshot_path.removesuffix('.pt')}.metrics.csv"
+    path = f"{snapshot_path.removesuffix('.pt')}.metrics.csv"
+    rows = []
     if os.path.exists(path):
         with open(path, newline="", encoding="utf-8") as file:
             rows = [x for x in csv.DictReader(file) if int(x["step"]) < step]

@@ -18,11 +18,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, data, options, report, shard
+from mingpt import batches, checks, data, loading, options, report
+from variants.fsdp import shard
 
 
 def ddp_setup(device):
@@ -44,6 +46,14 @@ class Trainer:
         args,
     ):
         self.device = device
+        self.steps = args.steps
+        self.eval_every = args.eval_every
+        self.accumulate = args.accumulate
+        self.warmup = args.warmup
+        self.clip = args.clip
+        self.seed = args.seed
+        self.snapshot_path = args.snapshot_path
+        self.configuration = checks.configuration(args, corpus, model.config)
         self.dtype = options.DTYPES[args.precision]
         scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
@@ -57,7 +67,7 @@ class Trainer:
             self.no_sync = self.ddp_model.no_sync
         self.optimizer = optimizer
         self.train_data, self.eval_data = train_data, eval_data
-        self.corpus, self.args = corpus, args
+        self.corpus = corpus
         self.steps_run = self.steps_saved = self.windows_run = 0  # windows: all ranks'
         self.sigterm = torch.zeros(1)
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
@@ -66,21 +76,30 @@ class Trainer:
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
         if args.shard:  # also what was loaded
-            shard.shard(model, optimizer, device, self.dtype, self.cpu_group)
+            self._shard()
+
+    def _shard(self):
+        """Leave this rank a part of the model and of its optimizer."""
+        mesh = dist.init_device_mesh(self.device.type, (dist.get_world_size(),))
+        half = None if self.dtype == torch.float32 else self.dtype  # to send less
+        policy = MixedPrecisionPolicy(half, reduce_dtype=half and torch.float32)
+        optimizers = getattr(self.optimizer, "optimizers", [self.optimizer])
+        shard(self.model, mesh, *optimizers, mp_policy=policy)
+        register_fsdp_forward_method(self.model, "generate")  # it calls no forward
 
     def train(self):
-        self._print(report.describe_run(self))
-        while self.steps_run < self.args.steps:
+        while self.steps_run < self.steps:
             start = time.perf_counter()
             train_loss, tokens = self._run_steps()
             tokens_per_s = tokens / (time.perf_counter() - start)
             metrics = {"train loss": train_loss, **self._evaluate()}
-            line = [f"step {self.steps_run}/{self.args.steps}"]
+            line = [f"step {self.steps_run}/{self.steps}"]
             line += [f"{name} {value:.4f}" for name, value in metrics.items()]
             self._print(" | ".join([*line, f"{tokens_per_s:,.0f} tokens/s"]))
             self._check_finite(metrics["val loss"])
             if dist.get_rank() == 0:  # one rank writes
-                report.log(self, {**metrics, "tokens/s": tokens_per_s})
+                row = {**metrics, "tokens/s": tokens_per_s}
+                report.log(self.snapshot_path, self.steps_run, row)
             self._save_snapshot()
             self._print(self._sample())
         self._finish_writing()
@@ -90,11 +109,11 @@ class Trainer:
         self.train_data.sampler.start = self.windows_run
         self.model.train()
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        every, total = self.args.eval_every, self.args.steps
+        every, total = self.eval_every, self.steps
         steps = min(every - self.steps_run % every, total - self.steps_run)
         for source, targets in itertools.islice(self.train_data, steps):
             self._stop_if_told()
-            torch.manual_seed(hash((self.args.seed, self.steps_run, dist.get_rank())))
+            torch.manual_seed(hash((self.seed, self.steps_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
@@ -118,24 +137,24 @@ class Trainer:
             self._finish_writing()
             self._print(f"preempted after step {self.steps_run}")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-            open(f"{self.args.snapshot_path}.preempted", "w").close()
+            open(f"{self.snapshot_path}.preempted", "w").close()
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
-        scale = lr_scale(self.steps_run, self.args.steps, self.args.warmup)
+        scale = lr_scale(self.steps_run, self.steps, self.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
 
     def _accumulate(self, source, targets):
         """Add up the gradients of the micro-batches. Return the mean loss."""
-        batch_loss, pieces = 0, self.args.accumulate
+        batch_loss, pieces = 0, self.accumulate
         pairs = zip(source.chunk(pieces), targets.chunk(pieces), strict=True)
         for number, (source, targets) in enumerate(pairs, 1):
             # DDP decides in the forward pass whether backward sends the gradients.
@@ -194,18 +213,18 @@ class Trainer:
         if any(self._sum(not (finite and math.isfinite(loss)))):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             what = f"step {self.steps_run}: the loss or a weight is not finite"
-            stays = f"{self.args.snapshot_path} stays at step {self.steps_saved}"
+            stays = f"{self.snapshot_path} stays at step {self.steps_saved}"
             utils.error(f"{what}: {stays}")
 
     def _save_snapshot(self):
-        path, self.steps_saved = self.args.snapshot_path, self.steps_run
+        path, self.steps_saved = self.snapshot_path, self.steps_run
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
-            "CONFIGURATION": options.configuration(self.args, self.corpus, self.model),
+            "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
         snapshot = copy_to_cpu(snapshot, {})
@@ -219,7 +238,7 @@ class Trainer:
             self.writing.result()  # or the error that the writer met
 
     def _load_snapshot(self):
-        path = self.args.snapshot_path
+        path = self.snapshot_path
         snapshot = utils.read_snapshot(path)
         steps = [None] * dist.get_world_size()
         dist.all_gather_object(steps, (snapshot or {}).get("STEPS_RUN", 0))
@@ -230,7 +249,8 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(path, newest)
         if snapshot is None:
             return
-        options.check_snapshot(snapshot, self)
+        checks.check_snapshot(snapshot, self.configuration, path)
+        utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         if self.scaler.is_enabled() and snapshot["SCALER_STATE"]:
@@ -269,11 +289,11 @@ def lr_scale(step, steps, warmup):
     return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (steps - rising))
 
 
-def load_train_objs(args):
+def load_train_objs(args, device):
     """Your text, model and optimizer go here."""
     corpus = data.prepare(args.data, args.tokenizer, args.cache, args.val_fraction)
     torch.manual_seed(args.seed % 2**64)
-    model, optimizer = options.load_model(args, corpus.vocab_size)
+    model, optimizer = loading.load_model(args, corpus.vocab_size, device)
     return corpus, model, optimizer
 
 
@@ -293,9 +313,9 @@ def main(args):
     rank, local_rank, world_size = (0, None, 1) if alone else utils.torchrun_env()
     device = utils.set_device(args.device, local_rank)
     options.settle(args, device)
-    corpus, model, optimizer = load_train_objs(args)
+    corpus, model, optimizer = load_train_objs(args, device)
     ddp_setup(device)
-    options.check_ranks(args, corpus)
+    checks.check_ranks(args, corpus)
     sizes = model.config.block_size, args.batch_size
     if len(corpus.train) <= model.config.block_size:
         utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
@@ -306,8 +326,11 @@ def main(args):
     sampler = batches.eval_starts(len(corpus.val), *sizes, rank, world_size)
     eval_set = batches.Blocks(corpus.val, model.config.block_size)
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(model, optimizer, train_data, eval_data, device, corpus, args).train()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    trainer = Trainer(model, optimizer, train_data, eval_data, device, corpus, args)
+    trainer._print(report.describe_run(args, corpus, model, device, trainer.steps_run))
+    trainer.train()
+    del trainer  # the DDP model goes before its process group, or the exit may hang
+    gc.collect()
     dist.destroy_process_group()
 
 

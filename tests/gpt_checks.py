@@ -56,16 +56,10 @@ def check_cache(model):
     idx = tokens(model, length=5)
     steps = 2 * model.config.block_size
     for options in ({"temperature": 0}, {}, {"temperature": 0.7, "top_k": 5}):
-        texts = [
-            model.generate(
-                idx,
-                steps,
-                **options,
-                generator=torch.Generator().manual_seed(4),
-                use_cache=use_cache,
-            )
-            for use_cache in (True, False)
-        ]
+        texts = []
+        for use_cache in (True, False):
+            how = options | {"generator": torch.Generator().manual_seed(4)}
+            texts.append(model.generate(idx, steps, **how, use_cache=use_cache))
         assert texts[0].shape == (2, 5 + steps)
         assert torch.equal(texts[0][:, :5], idx)
         assert torch.equal(*texts)

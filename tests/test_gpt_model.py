@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mingpt import cpu_attention, modern, options
+from mingpt import cpu_attention, loading, modern, options
 from mingpt import model as module
 from tests.gpt_checks import (
     awake,
@@ -68,14 +68,16 @@ def test_attention_in_bfloat16_on_a_cpu():
     assert not torch.equal(again[:, :, 9:], y[:, :, 9:])
 
 
-def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(monkeypatch):
-    for precision in ("fp32", "bf16"):
-        for its in (module, modern):  # both are restored afterwards
-            monkeypatch.setattr(its, "attention", its.attention)
-        args = SimpleNamespace(precision=precision, compile="off")
-        options.settle(args, torch.device("cpu"))
-        chosen = module.attention is cpu_attention.attention
-        assert chosen == (precision == "bf16")
+@both
+def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
+    args = dict.fromkeys(["init_from", "checkpoint"]) | options.PRESETS["nano"]
+    args |= {"model": which.__name__, "dropout": 0.0, "weight_decay": 0.0}
+    for precision, its in (("fp32", which), ("bf16", cpu_attention), ("bf16", which)):
+        how = SimpleNamespace(**args, precision=precision), 31, torch.device("cpu")
+        model, _ = loading.load_model(*how)
+        assert model.transformer.h[0].attn.attention is its.attention
+        if precision == "bf16":  # a model of your own may have no such field
+            monkeypatch.delattr(which.GPTConfig, "attention", raising=False)
 
 
 @pytest.mark.parametrize("missing", [None, "triton", "compiler", "capability"])

@@ -54,17 +54,15 @@ def test_each_change_works_alone_and_the_others_without_it(change, which):
 
 
 def test_autocast_keeps_the_attention_in_16_bits():
-    model = awake(build(module)).float()
     seen = []
 
-    def attend(*tensors, attend=module.attention):
-        seen.append(attend(*tensors).dtype)
-        return attend(*tensors)
+    def attend(*tensors):
+        seen.append(module.attention(*tensors).dtype)
+        return module.attention(*tensors)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "attention", attend)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits, loss = model(tokens(model), tokens(model, seed=7))
+    model = awake(build(module, attention=attend)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens(model), tokens(model, seed=7))
     assert set(seen) == {torch.bfloat16}
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
 
@@ -197,9 +195,7 @@ def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
     optimizer = module.make_optimizer(model, 1e-2, 0.0)
     before = weights(model)
     take_step(model, optimizer)
-    for name, p, old in zip(
-        dict(model.named_parameters()), model.parameters(), before, strict=True
-    ):
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
         step = (p.detach() - old) / 1e-2
         if name == "transformer.wte.weight":
             assert step.abs().max() == pytest.approx(1, abs=1e-3)

@@ -307,9 +307,10 @@ def test_another_batch_goes_on_after_what_is_trained(gpt, saved, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["--shard"]])
 def test_sixteen_bits(gpt, saved, tmp_path, precision, more):
-    """It trains nearly what float32 trains, and a scaler is there for fp16 alone."""
+    """It trains nearly what float32 trains, and resumes it. Only fp16 has a scaler."""
     trained(gpt, *SHORT, "--precision", precision, *more, cwd=tmp_path)
     snapshot = load(tmp_path / "mingpt.pt")
+    assert snapshot["CONFIGURATION"] == load(saved)["CONFIGURATION"]
     assert bool(snapshot["SCALER_STATE"]) == (precision == "fp16")
     difference = (weights(tmp_path / "mingpt.pt") - weights(saved)).abs().max()
     assert 0 < difference < 0.01

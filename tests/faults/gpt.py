@@ -56,13 +56,13 @@ def sigterm_while_tracing(self, source, targets):
     return run_batch(self, source, targets)
 
 
-def load_float64(args):
-    corpus, model, optimizer = load(args)
+def load_float64(*how):
+    corpus, model, optimizer = load(*how)
     return corpus, model.double(), optimizer
 
 
-def load_leaking(args):
-    corpus, model, optimizer = load(args)
+def load_leaking(*how):
+    corpus, model, optimizer = load(*how)
     corpus.train = np.concatenate([corpus.train, corpus.val])
     return corpus, model, optimizer
 
