@@ -75,9 +75,9 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 
 
 @needs_networks
-def test_scaling_is_measured_predicted_and_drawn(tmp_path):
+def test_scaling_is_measured_and_predicted():
     words = ["python", "-m", "benchmarks.scaling", "multigpu.py", "--rounds", 1]
-    words += ["--steps", 2, "--batch-size", 256, "--picture", tmp_path / "scaling.svg"]
+    words += ["--steps", 2, "--batch-size", 256]
     done = Fork(words, ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
@@ -89,7 +89,6 @@ def test_scaling_is_measured_predicted_and_drawn(tmp_path):
     assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
     errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", done.stdout)
     assert len(errors) == 3 and all(abs(int(x)) <= 25 for x in errors)
-    assert (tmp_path / "scaling.svg").read_text().count('class="step') == 9
 
 
 @needs_networks

@@ -107,6 +107,13 @@ def test_the_tests_that_are_named_exist(page):
         assert f"\ndef {name}(" in text_of(path), (name, path)
 
 
+def test_which_one_names_scripts_that_are_there():
+    text = text_of("docs/pictures/which_one.svg")
+    shown = set(re.findall(r"(?<=>)\w+\.py(?=</text>)", text))
+    there = {x.name for x in [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]}
+    assert shown == there - {"utils.py", "__init__.py"}
+
+
 def test_every_page_is_in_one_group():
     """The contents, and the site's sidebar, are made from these."""
     listed = [f"docs/{name}.md" for names in GROUPS.values() for name in names]
