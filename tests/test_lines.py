@@ -103,6 +103,20 @@ def test_every_added_line_is_taken_out_once(parent, child):
 # The proof, on a tree with faults
 
 TESTS = "tests/test_planted.py::test_multigpu_"
+NEEDS_LINES = """import pytest
+from tools.proofs.processes import finish, start
+from tools.scripts import ROOT
+
+TEXT = (ROOT / "multigpu.py").read_text()
+
+def test_multigpu_hangs_without_a_line():
+    if "planted_waits = total_epochs" not in TEXT:
+        finish(start(["sleep", "60"], ROOT), timeout_s=0.5)
+
+@pytest.mark.waits
+def test_multigpu_has_a_line():
+    assert "planted_needed = total_epochs" in TEXT
+"""
 PAGE = """# The scripts
 
 <!-- diff single_gpu.py multigpu.py: `planted_useless = dict` -->
@@ -132,8 +146,7 @@ def planted(tmp_path_factory):
         page.unlink()
     for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
         (folder / f"{name}.md").write_text(text)
-    needs_lines = ROOT / "tests/faults/needs_lines.py"
-    shutil.copy(needs_lines, folder / "tests/test_planted.py")
+    (folder / "tests/test_planted.py").write_text(NEEDS_LINES)
     return folder
 
 
