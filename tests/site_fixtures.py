@@ -15,7 +15,6 @@ import pytest
 
 from tools.scripts import EDGES, ROOT
 
-SPHINX = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "tools/site"]
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OLD, NEW = EDGES[0]
@@ -35,10 +34,11 @@ def site(tmp_path_factory):
     for module in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "notfound"):
         pytest.importorskip(module)
     folder = tmp_path_factory.mktemp("site")
-    command = [*SPHINX, "-d", folder / "doctrees", "docs", folder / "html"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "tools/site"]
+    words += ["docs", folder]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "html"
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -112,22 +112,17 @@ TWO_FRAMES = """() => new Promise((done) =>
     requestAnimationFrame(() => requestAnimationFrame(done)))"""
 
 
-def check_barriers(tab, seen=((WIDE, "light"), (PHONE, "dark"))):
+def check_barriers(tab):
     """By axe-core, unfolded."""
     axe = pytest.importorskip("axe_playwright_python.base")
     tab.evaluate("for (const x of document.querySelectorAll('details')) x.open = true")
     tab.add_script_tag(path=axe.AXE_FILE_PATH)
-    for viewport, scheme in seen:
+    for viewport, scheme in ((WIDE, "light"), (PHONE, "dark")):
         tab.set_viewport_size(viewport)
         tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         tab.evaluate(TWO_FRAMES)
-        result = tab.evaluate(
-            "tags => axe.run({runOnly: tags, resultTypes: ['violations']})", TAGS
-        )
+        how = "tags => axe.run({runOnly: tags, resultTypes: ['violations']})"
+        result = tab.evaluate(how, TAGS)
         assert result["passes"]
-        found = [
-            (x["id"], node["target"], node["failureSummary"])
-            for x in result["violations"]
-            for node in x["nodes"]
-        ]
-        assert not found, f"{viewport['width']} pixels, {scheme}: {found[:3]}"
+        found = [(x["id"], x["nodes"][0]["target"]) for x in result["violations"]]
+        assert not found, f"{viewport['width']} pixels, {scheme}"

@@ -55,13 +55,6 @@ def test_a_variant_is_measured_beside_its_parent():
     assert 50 < parent[3] < 103, "percent of the time"
 
 
-def test_a_task_of_its_own_is_the_parents_as_well(tmp_path):
-    edge = variants.Edge("variants/real_job.py", tmp_path, [], "cpu", 1)
-    figures = edge.run("multinode.py", 8, 8)
-    assert figures["weights"] == 854_730, "64 pixels and 10 classes"
-    assert figures["loss"] < 5, "a squared error is about 20 in the beginning"
-
-
 @needs_networks
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):

@@ -149,31 +149,9 @@ def test_it_finds(copy, fault):
 
 SLEEP = "sleep 60"
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
-PRINTS = """import argparse, sys
-parser = argparse.ArgumentParser()
-parser.add_argument("--size", type=int, default=1)
-args = parser.parse_args()
-print("right", args.size, "torch" in sys.modules)
-"""
-FORKED = (
-    f"<!-- file prints.py -->\n```python\n{PRINTS}```\n"
-    "<!-- run with `right` as `wrong`: A=b python prints.py --size 2 -->\n"
-    "With prints.py changed: `wrong` instead of `right`.\n\n"
-    "```console\n$ A=b python prints.py --size 2\nwrong 2 True\n```\n<!-- end -->\n"
-)
-PART = """<!-- run (show `b` `^d`) printf 'a\\nb\\nc\\nd\\n' -->
-```console
-$ printf 'a\\nb\\nc\\nd\\n'
-[...]
-b
-[...]
-d
-```
-<!-- end -->
-"""
 NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
-    "nothing wrong": (RUN + PART + FORKED + NOT_RUN, 0, ""),
+    "nothing wrong": (RUN + NOT_RUN, 0, ""),
     "another number": (RUN.replace("\n0.5", "\n0.502"), 1, ": stale"),
     "it fails": (RUN.replace("run echo", "run ! echo"), 1, "exit status 1"),
     "it does not end": (RUN.replace("run", f"run {SLEEP};"), 1, "exit status 124"),

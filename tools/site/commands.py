@@ -55,9 +55,7 @@ def same(one, other):
         for pattern in VARIES:
             text = re.sub(pattern, "~", text)
         number = r"\d+\.\d+"
-        return re.sub(number, "#", text), [
-            float(word) for word in re.findall(number, text)
-        ]
+        return re.sub(number, "#", text), [*map(float, re.findall(number, text))]
 
     (words, numbers), (other_words, others) = parts(one), parts(other)
     if (CUT in one) != (CUT in other):
@@ -157,12 +155,9 @@ def run_in_shell(text, cwd, folder):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    changes = [
-        f"`{new}` instead of `{old}`" if new else f"without `{old}`"
-        for old, new in block.faults
-    ]
-    above = []
-    if changes:
+    above, changes = [], []
+    for old, new in block.faults:
+        changes += [f"`{new}` instead of `{old}`" if new else f"without `{old}`"]
         above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
     shown = [line.rstrip() for line in output.splitlines()]
     lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
