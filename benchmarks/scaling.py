@@ -1,7 +1,6 @@
 """How the scripts scale: over the ranks of one machine, and over slow links.
 
     python -m benchmarks.scaling
-    python -m benchmarks.scaling --picture docs/pictures/scaling.svg
 
 In weak scaling each rank keeps its batch, and in strong scaling the ranks share it out.
 The efficiency compares what a rank does with what one rank does alone. Each rank has
@@ -31,7 +30,6 @@ from tools.proofs import launch
 from tools.proofs.hosts import Hosts
 from tools.proofs.launch import DISTRIBUTED
 from tools.proofs.warm import end_all
-from tools.site.pictures import FONT, box, style, text
 
 GPT = "mingpt"
 ACCUMULATION = "variants/gradient_accumulation.py"
@@ -90,34 +88,6 @@ def predicted(name, here, rate):
     return compute + sum(predict("fsdp", job, 2, cluster))
 
 
-def draw(table):
-    """The efficiencies as bars. table: {script: {setting: efficiency}}."""
-    title = "Efficiency: what a rank does, compared with one rank alone"
-    what = "\n".join(
-        f"{name}: {', '.join(f'{x} {share:.0%}' for x, share in cells.items())}."
-        for name, cells in table.items()
-    )
-    parts, height = [text(20, 30, title, "h")], 60 + 92 * len(table)
-    for row, (name, cells) in enumerate(table.items()):
-        y = 64 + 92 * row
-        parts.append(text(20, y, name, "b"))
-        for column, (setting, share) in enumerate(cells.items()):
-            x, full = 20 + 86 * column, 40 * min(share, 1.1)
-            kind = "step1" if "hosts" in setting else "step2"
-            parts.append(box(x, round(y + 52 - full, 1), 30, round(full, 1), kind))
-            parts.append(text(x + 34, y + 48, f"{share:.0%}", "s"))
-            parts.append(text(x, y + 66, setting, "s"))
-    sheet = f"text{{font:13px {FONT}}}.b,.h{{font-weight:700}}.h{{font-size:16px}}"
-    sheet += f".s{{font-size:11px}}{style(0)}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img"'
-        f' width="800" height="{height}" aria-labelledby="title desc">\n'
-        f'<title id="title">{title}</title>\n<desc id="desc">{what}</desc>\n<style>'
-        f"{sheet}@media(prefers-color-scheme:dark){{{style(1)}}}</style>\n"
-        + "\n".join([box(0.5, 0.5, 799, height - 1, "card"), *parts, "</svg>\n"])
-    )
-
-
 def main(args):
     device = utils.device_type("auto", distributed=True)
     why = variants.why_no_networks(device)
@@ -138,21 +108,18 @@ def main(args):
         "computes": (".0%", lambda x: x["computes"] / x["seconds"]),
         "MB sent in a step": (",.2f", lambda x: x["sent"] / 1e6),
     }
-    table, errors = {}, []
+    errors = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.callback(end_all)
         hosts = [] if why else stack.enter_context(Hosts(2, folder))
         for name in args.scripts:
             job = functools.partial(measure, name, args, folder, hosts)
-            table[name] = {}
             for part in [rows] if why or name == GPT else [rows, links]:
                 ways = {x: functools.partial(job, **how) for x, how in part.items()}
                 turns = report.take_turns(ways, args.rounds, warm_up=0)
                 report.print_table(name, turns, **columns)
-                first = median_of("speed", turns[next(iter(part))])
-                table[name] |= {x: median_of("speed", turns[x]) / first for x in part}
-            for rate in RATES if len(table[name]) > len(rows) else []:
+            for rate in RATES if part is links else []:
                 seen = median_of("seconds", turns[f"hosts, {rate}M"])
                 said = predicted(name, turns["2 devices"], rate)
                 errors.append(abs(said / seen - 1))
@@ -161,8 +128,6 @@ def main(args):
     if errors:
         median, worst = statistics.median(errors), max(errors)
         print(f"\nof {len(errors)} predictions: median {median:.1%}, worst {worst:.1%}")
-    if args.picture:
-        args.picture.write_text(draw(table))
 
 
 if __name__ == "__main__":
@@ -174,5 +139,4 @@ if __name__ == "__main__":
         windows=(12, "windows of text that mingpt takes instead"),
     )
     parser.add_argument("scripts", nargs="*", default=[*SCRIPTS], metavar="SCRIPT")
-    parser.add_argument("--picture", type=Path, help="where to draw the efficiencies")
     main(parser.parse_args())

@@ -55,13 +55,6 @@ def test_a_variant_is_measured_beside_its_parent():
     assert 50 < parent[3] < 103, "percent of the time"
 
 
-def test_a_task_of_its_own_is_the_parents_as_well(tmp_path):
-    edge = variants.Edge("variants/real_job.py", tmp_path, [], "cpu", 1)
-    figures = edge.run("multinode.py", 8, 8)
-    assert figures["weights"] == 854_730, "64 pixels and 10 classes"
-    assert figures["loss"] < 5, "a squared error is about 20 in the beginning"
-
-
 @needs_networks
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
@@ -75,9 +68,9 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 
 
 @needs_networks
-def test_scaling_is_measured_predicted_and_drawn(tmp_path):
+def test_scaling_is_measured_and_predicted():
     words = ["python", "-m", "benchmarks.scaling", "multigpu.py", "--rounds", 1]
-    words += ["--steps", 2, "--batch-size", 256, "--picture", tmp_path / "scaling.svg"]
+    words += ["--steps", 2, "--batch-size", 256]
     done = Fork(words, ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
@@ -89,7 +82,6 @@ def test_scaling_is_measured_predicted_and_drawn(tmp_path):
     assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
     errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", done.stdout)
     assert len(errors) == 3 and all(abs(int(x)) <= 25 for x in errors)
-    assert (tmp_path / "scaling.svg").read_text().count('class="step') == 9
 
 
 @needs_networks

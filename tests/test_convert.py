@@ -18,7 +18,7 @@ from tools.proofs import launch
 from tools.proofs.launch import plant, run_script
 from tools.proofs.processes import run
 from tools.proofs.results import load, same_bits, shape_of
-from tools.proofs.warm import Fork, share_a_fork_server
+from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 from variants.real_job import end_with_rank
 
@@ -297,7 +297,6 @@ def test_noise_of_each_library_resumes(workers, tmp_path):
         changes += [(loader, lines), (step, f"{step}        {see}\n")]
         ends = inspect.getsource(end_with_rank)
         changes += [("def get_args():", f"{ends}\n\ndef get_args():")]
-    share_a_fork_server()
     at_once_and_resumed(plant(AFTER, tmp_path / "copy", *changes), tmp_path)
 
 

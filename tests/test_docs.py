@@ -1,16 +1,13 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
-import os
 import re
-import shutil
 
 import pytest
 
-from tools.files import copy_tree, replace_once
+from tools.files import copy_tree
 from tools.pages import GROUPS, TEST, linked_tests, page_names, parse
 from tools.proofs.warm import Fork
-from tools.scripts import PARENTS, ROOT, InputError, commands, own_tests
-from tools.site.build import is_explained
+from tools.scripts import PARENTS, ROOT, commands, own_tests
 from tools.site.commands import same
 
 PAGES = page_names()
@@ -69,15 +66,6 @@ def test_chapter_1_quotes_the_script():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_folded_away_can_be_opened(page):
-    """GitHub shows Markdown in a fold only if a blank line is above it."""
-    text = text_of(page)
-    opened = re.findall(r"^<details>\n<summary>[^<\n]+</summary>\n\n", text, re.M)
-    closed = re.findall(r"\n\n</details>\n", text)
-    assert len(opened) == len(closed) == text.count("<details")
-
-
-@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -95,16 +83,16 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pictures_have_alternative_texts_of_one_line(page):
-    """Of several, the site would join the words at the line ends."""
-    text = text_of(page)
-    assert text.count("![") == len(re.findall(r"!\[[^\]\n]{20,}\]\(", text))
-
-
-@pytest.mark.parametrize("page", PAGES)
 def test_the_tests_that_are_named_exist(page):
     for name, path in TEST.findall(text_of(page)):
         assert f"\ndef {name}(" in text_of(path), (name, path)
+
+
+def test_which_one_names_scripts_that_are_there():
+    text = text_of("docs/pictures/which_one.svg")
+    shown = set(re.findall(r"(?<=>)\w+\.py(?=</text>)", text))
+    there = {x.name for x in [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]}
+    assert shown == there - {"utils.py", "__init__.py"}
 
 
 def test_every_page_is_in_one_group():
@@ -127,64 +115,20 @@ def test_nothing_is_stale_and_every_changed_line_is_explained():
     assert build(ROOT, "--check", "--diffs") == (0, "")
 
 
-DIFF = "<!-- diff single_gpu.py multigpu.py: `self.ddp_model =` -->\n<!-- end -->\n"
-BAD = {  # what stands in a page, and what is said of it
-    "several hunks": (DIFF.replace("self.ddp_model =", "rank"), "hunks of the diff"),
-    "no such marker": (DIFF.replace("diff", "dif", 1), "no such marker"),
-    "typed output": ("```console\n$ python\n```\n", "a fence is one of"),
-    "a diff as text": ("```text\n+x\n```\n", "a diff, typed"),
-    "a heredoc": ("```sh\ncat <<E\nE\n```\n", "one command a line"),
-}
-
-
-@pytest.mark.text
-@pytest.mark.parametrize("fault", BAD)
-def test_bad_input(fault):
-    text, message = BAD[fault]
-    with pytest.raises(InputError, match=rf"page\.md:\d+: .*{message}"):
-        parse("docs/page.md", ["# Page", "", *text.split("\n")])
-
-
-def test_an_explanation_has_prose_and_its_parts_in_order():
-    what, why, without = "**What.** It.", "**Why.** So.", "**Without it.** No."
-    tests = "\n\nTests: [test_x](../tests/test_x.py)"
-    for good in ("It does.", what, why, f"{what}\n\n{without}", what + why + without):
-        assert is_explained(f"# Head\n\n{good}{tests}"), good
-    for bad in ("", "**What.**", why + what, what + what, f"**What.** {why}"[:-4]):
-        assert not is_explained(f"# Head\n\n<!-- end -->\n{bad}{tests}"), bad
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    """A copy of the repository that stays as it is."""
-    folder = tmp_path_factory.mktemp("tree")
-    copy_tree(folder)
-    return folder
-
-
 @pytest.fixture
-def copy(tree, tmp_path):
-    """A copy to put faults into, of links: take a file away before writing it."""
-    return shutil.copytree(tree, tmp_path / "copy", copy_function=os.link)
-
-
-def plant(root, name, old, new):
-    path = root / name
-    text = replace_once(path.read_text(), old, new, name)
-    path.unlink()
-    path.write_text(text)
-
-
-def files(root):
-    return {x: x.read_bytes() for x in root.rglob("*.md")}
+def copy(tmp_path):
+    """A copy of the repository to put faults into."""
+    copy_tree(tmp_path / "copy")
+    return tmp_path / "copy"
 
 
 CHAPTER = "docs/2_multigpu.md"
-STALE = (CHAPTER, "\n+        output = self.ddp_model", "\n+    typed")
 NOT_FRESH = {
     "a line changed": ("multigpu.py", "set_epoch(epoch)", "set_epoch(epoch + 1)"),
-    "a diff typed": STALE,
+    "a diff typed": (CHAPTER, "\n+        output = self.ddp_model", "\n+    typed"),
     "a hunk left out": (CHAPTER, "`self.ddp_model =`", "`drop_last=True`"),
+    "a diff in a fence": (CHAPTER, "\n## ", "\n```text\n+x\n```\n\n## "),
+    "an explanation out of order": (CHAPTER, "**Why.**", "**What.**"),
     "no such test": (CHAPTER, "[test_learns](", "[test_nosuch]("),
     "a table typed": ("README.md", ", compared with single_gpu.py |", ", of it |"),
 }
@@ -196,65 +140,18 @@ NOT_FRESH = {
 def test_it_finds(copy, fault):
     name, old, new = NOT_FRESH[fault]
     text = (copy / name).read_text()
-    (copy / name).unlink()
     (copy / name).write_text(text.replace(old, new, 1))
     assert text != (copy / name).read_text()
-    before = files(copy)
     status, message = build(copy, "--check", "--diffs")
     assert status in (1, 2)
     assert re.match(r"(build.py: error: )?[\w./]+:\d+: ", message)
-    assert files(copy) == before
-
-
-@pytest.mark.waits
-@pytest.mark.text
-def test_it_mends_what_is_stale(copy):
-    before = files(copy)
-    plant(copy, *STALE)
-    assert build(copy, "--diffs") == (0, "")
-    assert files(copy) == before
-
-
-@pytest.mark.waits
-@pytest.mark.text
-def test_bad_input_changes_nothing(copy):
-    """One line names file and line, and the exit status is 2."""
-    (copy / "docs/page.md").write_text(f"# A\n\n{DIFF}")  # explained elsewhere as well
-    plant(copy, *STALE)  # it would mend this
-    before = files(copy)
-    status, message = build(copy, "--diffs")
-    assert status == 2
-    assert re.fullmatch(r"build.py: error: [\w./]+:\d+: .+\n", message)
-    assert files(copy) == before
 
 
 SLEEP = "sleep 60"
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
-PRINTS = """import argparse, sys
-parser = argparse.ArgumentParser()
-parser.add_argument("--size", type=int, default=1)
-args = parser.parse_args()
-print("right", args.size, "torch" in sys.modules)
-"""
-FORKED = (
-    f"<!-- file prints.py -->\n```python\n{PRINTS}```\n"
-    "<!-- run with `right` as `wrong`: A=b python prints.py --size 2 -->\n"
-    "With prints.py changed: `wrong` instead of `right`.\n\n"
-    "```console\n$ A=b python prints.py --size 2\nwrong 2 True\n```\n<!-- end -->\n"
-)
-PART = """<!-- run (show `b` `^d`) printf 'a\\nb\\nc\\nd\\n' -->
-```console
-$ printf 'a\\nb\\nc\\nd\\n'
-[...]
-b
-[...]
-d
-```
-<!-- end -->
-"""
 NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
-    "nothing wrong": (RUN + PART + FORKED + NOT_RUN, 0, ""),
+    "nothing wrong": (RUN + NOT_RUN, 0, ""),
     "another number": (RUN.replace("\n0.5", "\n0.502"), 1, ": stale"),
     "it fails": (RUN.replace("run echo", "run ! echo"), 1, "exit status 1"),
     "it does not end": (RUN.replace("run", f"run {SLEEP};"), 1, "exit status 124"),

@@ -13,7 +13,7 @@ from tools.proofs.results import load, same_bits, weights
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 
-FAULTS = ROOT / "tests" / "faults" / "gpt.py"
+FAULTS = ROOT / "tools" / "proofs" / "hooks" / "gpt.py"
 TINY = ["--n-layer", 2, "--n-head", 2, "--n-embd", 32, "--block-size", 16]
 TINY += ["--batch-size", 8, "--compile", "off", "--precision", "fp32"]
 
@@ -34,7 +34,7 @@ def gpt(text):
     """`gpt(*options, cwd=, nprocs=, **env)`: run mingpt.train in forks: Done.
 
     Without `nprocs` python starts it, else torchrun. DO and AT_STEP in the environment:
-    see tests/faults/gpt.py.
+    see tools/proofs/hooks/gpt.py.
     """
 
     def get(*options, cwd, nprocs=None, **env):

@@ -1,8 +1,5 @@
-"""The hosts that other tests fail on purpose: separate, and gone without a trace."""
+"""The hosts that other tests fail on purpose are separate."""
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +7,7 @@ import pytest
 
 from tests.conftest import needs_hosts
 from tools.proofs import processes
-from tools.proofs.hosts import Hosts, Job
-from tools.proofs.processes import TIMEOUT_S, clean_env, left_over
+from tools.proofs.hosts import Hosts
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
@@ -36,22 +32,6 @@ def test_each_has_a_name_an_address_and_a_folder(tmp_path):
 def bed(*words):
     """What one types to run a command on two hosts."""
     return [sys.executable, "-W", "ignore", "-m", "tools.proofs.hosts", "2", *words]
-
-
-def test_nothing_is_left_when_the_maker_is_killed():
-    """Not a process, a network, an address or a mount."""
-    mark = f"hosts-{os.getpid()}"
-    command = bed("--", "sh", "-c", "echo up; sleep 1000")
-    networks = subprocess.run(["ip", "link"], capture_output=True).stdout
-    mounts = Path("/proc/self/mountinfo").read_text()
-    maker = Job(command, cwd=ROOT, env=clean_env(MARK=mark))
-    maker.wait_for("^node0: up$")
-    maker.wait_for("^node1: up$")
-    maker.process.kill()
-    assert maker.wait() == -signal.SIGKILL
-    assert not left_over(mark, TIMEOUT_S)
-    assert subprocess.run(["ip", "link"], capture_output=True).stdout == networks
-    assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
 def test_what_is_told_beforehand_happens_once():

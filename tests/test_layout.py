@@ -30,12 +30,3 @@ def test_nothing_imports_upwards(pattern):
     assert files
     found = {str(x.relative_to(ROOT)): imported(x) & above for x in files}
     assert not {name: names for name, names in found.items() if names}
-
-
-def test_the_map_shows_every_folder():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    ignored = (ROOT / ".gitignore").read_text().split()
-    folders = [x.name for x in ROOT.iterdir() if x.is_dir() and x.name[0] not in "._"]
-    folders = [name for name in folders if f"{name}/" not in ignored]
-    assert set(FOLDERS) <= set(folders)
-    assert not [name for name in folders if f"{name}/" not in text]

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import shutil
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.conftest import needs_hosts
 from tools.proofs import processes
 from tools.proofs.hosts import Hosts
+from tools.proofs.launch import plant
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 
@@ -25,15 +25,14 @@ NAMES = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(5))
 
 
 def with_fault(folder, fault):
-    """The environment in which each Python has a fault of tests/faults/preflight.py."""
-    shutil.copy(ROOT / "tests/faults/preflight.py", folder / "sitecustomize.py")
-    return QUIET | {"PYTHONPATH": folder, "FAULT": fault}
+    """A copy of the script with a fault of tools/proofs/hooks/preflight.py."""
+    return plant("cluster/preflight.py", folder / "copy", hooks=[f"preflight:{fault}"])
 
 
-def start(host, count, *flags, **env):
+def start(host, count, *flags, script=SCRIPT, **env):
     """Type the command for `count` hosts on one of them."""
     names = ",".join(f"node{number}" for number in range(count))
-    words = [sys.executable, SCRIPT, f"--hosts={names}", f"--nnodes={count}"]
+    words = [sys.executable, script, f"--hosts={names}", f"--nnodes={count}"]
     words += ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", *flags]
     return host.start(words, **(QUIET | env))
 
@@ -91,8 +90,8 @@ def test_faults_of_a_host(tmp_path):
         # GPUs, as the NVIDIA driver shows them, whatever torch sees.
         node1.run("mount", "-t", "tmpfs", "tmpfs", "/proc/driver")
         node1.run("mkdir", "-p", *(f"/proc/driver/nvidia/gpus/{x}" for x in range(2)))
-        wrong = with_fault(tmp_path, "wrong") | {"GLOO_SOCKET_IFNAME": "ib0"}
-        jobs = [start(node0, 2, "--cpu", "--max-restarts=1"), start(node1, 2, **wrong)]
+        how = {"script": with_fault(tmp_path, "wrong"), "GLOO_SOCKET_IFNAME": "ib0"}
+        jobs = [start(node0, 2, "--cpu", "--max-restarts=1"), start(node1, 2, **how)]
         slow = r"^slow link, rank {0} on node{0} to rank {1} on node{1}: [01]\.\d+ "
         slow += r"Gbit/s; 10 expected"
         assert_found(
@@ -120,8 +119,8 @@ def test_a_slow_card(tmp_path):
         for host in hosts:
             host.slow("200mbit")
         flags = "--link-gbit=0.2", "--cpu", "--nproc-per-node=2"
-        slow = with_fault(tmp_path, "slow card")
-        jobs = [start(hosts[0], 2, *flags), start(hosts[1], 2, *flags, **slow)]
+        slow = with_fault(tmp_path, "slow_card")
+        jobs = [start(hosts[0], 2, *flags), start(hosts[1], 2, *flags, script=slow)]
         link = r"^slow link, rank 3 on node1 to rank 1 on node0: 0\.0\d Gbit/s; 0\.2 "
         assert_found(jobs, link)
         assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in jobs[0].output
@@ -201,7 +200,7 @@ def test_names_and_clocks(tmp_path):
         clock = with_fault(tmp_path, "clock")
         jobs = [start(host, 5, "--cpu") for host in hosts[:3]]
         jobs.append(start(hosts[3], 5, "--cpu", *cure))
-        jobs.append(start(hosts[4], 5, "--cpu", **clock))
+        jobs.append(start(hosts[4], 5, "--cpu", script=clock))
         assert [job.wait() for job in jobs] == [1] * 5, jobs[0].output
         found = findings(jobs[0])
         wrong = "node4 cannot connect to node0, which is 10.77.0.1: on node4 the name "
@@ -232,9 +231,9 @@ def test_bad_input(tmp_path):
 
 
 def test_a_process_that_fails_or_hangs_says_so(tmp_path):
-    words = [sys.executable, SCRIPT, "--nproc-per-node=3", "--standalone"]
-    fault = with_fault(tmp_path, "no matmul")
-    done = processes.run([*words, "--timeout=24", "--cpu"], tmp_path, **fault)
+    words = [sys.executable, with_fault(tmp_path, "no_matmul"), "--nproc-per-node=3"]
+    words += ["--standalone", "--timeout=24", "--cpu"]
+    done = processes.run(words, tmp_path, **QUIET)
     assert done.returncode == 1, done
     for what in (
         r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",

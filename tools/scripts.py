@@ -5,9 +5,6 @@ path from the root of the repository, such as `variants/preemptible.py`.
 
 One more diff is explained line by line, that of the two models in mingpt/: `PARENTS`
 and `ALL_EDGES` hold it as well. It is no script, and tests of scripts leave it out.
-
-`FRAMEWORKS` is {name: names of scripts}: a framework puts the lines of several scripts
-into one. Its docstring has the line `Made of: single_gpu.py, multigpu.py` instead.
 """
 
 import re
@@ -53,32 +50,23 @@ def commands(name):
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def find(pattern):
-    """{name: the pattern's match} of the docstrings of all scripts that have it."""
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")])
-    found = {str(x.relative_to(ROOT)): re.search(pattern, docstring(x)) for x in paths}
-    return {name: match for name, match in found.items() if match}
-
-
-NAMED = {name: match[1] for name, match in find(r"Parent: (\S+)").items()}
-SCRIPTS = {name: None if x == "none" else x for name, x in NAMED.items()}
+SCRIPTS = {}
+for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
+    if found := re.search(r"Parent: (\S+)", docstring(path)):
+        parent = None if found[1] == "none" else found[1]
+        SCRIPTS[str(path.relative_to(ROOT))] = parent
 EDGES = [(parent, child) for child, parent in SCRIPTS.items() if parent]
-FRAMEWORKS = {
-    name: re.split(r",\s+", match[1])
-    for name, match in find(r"(?m)^Made of: (.+(?:(?<=,)\n.+)*)$").items()
-}
 PARENTS = SCRIPTS | {"mingpt/modern.py": "mingpt/model.py"}
 ALL_EDGES = [(parent, child) for child, parent in PARENTS.items() if parent]
 
 
 def check_scripts():
-    """Raise InputError unless each script names its parent."""
+    """Raise InputError unless each variant names its parent, or what it is made of."""
     for path in ROOT.glob("variants/**/*.py"):
-        name = str(path.relative_to(ROOT))
-        if name not in {*SCRIPTS, *FRAMEWORKS} and path.name != "__init__.py":
-            raise InputError(
-                f"{name}:1: the docstring names no parent (Parent: multinode.py)"
-            )
+        named = re.search(r"Parent: |\nMade of: ", docstring(path))
+        if not named and path.name != "__init__.py":
+            line = "the docstring names no parent (Parent: multinode.py)"
+            raise InputError(f"{path.relative_to(ROOT)}:1: {line}")
 
 
 def ancestry(name):

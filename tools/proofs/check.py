@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tools.cli import Parser
 from tools.pages import explanations
-from tools.scripts import FRAMEWORKS, PARENTS, ROOT, own_tests
+from tools.scripts import PARENTS, ROOT, own_tests
 
 
 def checks(name, text_only):
     """The words after `python -m` of each check, the quickest first."""
-    parent, stem = PARENTS.get(name), Path(name).stem
+    parent, stem = PARENTS[name], Path(name).stem
     files = [x for x in (name, own_tests(name)) if (ROOT / x).exists()]
     yield from (["ruff", "check", *files], ["ruff", "format", "--check", *files])
     yield ["pytest", "-q", *(f"tests/test_{x}.py" for x in ("layout", "diff", "docs"))]
@@ -28,18 +28,16 @@ def checks(name, text_only):
         return
     # `-k` finds the tests that have the script among their parameters or in their file
     yield ["pytest", "-q", "--all", "-k", stem]
-    # A framework has no diff, but a page of its name.
     places = explanations().get((parent, name), {}).values()
-    for page in sorted({page for page, *_ in places}) if parent else [stem]:
-        if (ROOT / f"docs/{page}.md").exists():
-            yield ["tools.site.build", "--check", "--only", page]
+    for page in sorted({page for page, *_ in places}):
+        yield ["tools.site.build", "--check", "--only", page]
     if parent:
         yield ["tools.proofs.lines", parent, name]
 
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("name", choices={**PARENTS, **dict.fromkeys(FRAMEWORKS)})
+    parser.add_argument("name", choices=PARENTS)
     parser.add_argument("--text", action="store_true", help="only read files")
     args = parser.parse_args()
     failed = []

@@ -121,6 +121,15 @@ def run_main(script, arguments, is_module):
     exec(compile(Path(script).read_bytes(), main.__file__, "exec"), vars(main))
 
 
+def uses_fork_server(words, folders):
+    """Whether a script or a file of tests that `words` name speaks of one."""
+    names = [x.partition("::")[0] for x in words if ".py" in x]
+    names += [f"{x.replace('.', '/')}.py" for x in words]  # after -m
+    paths = {os.path.join(folder, name) for folder in folders for name in names}
+    files = filter(os.path.isfile, paths)
+    return any("forkserver" in Path(x).read_text() for x in files)
+
+
 @functools.cache
 def share_a_fork_server():
     """One for the DataLoaders of all forks: it takes as long to import torch."""
@@ -143,7 +152,7 @@ class Fork:
         self.out = tempfile.TemporaryFile()  # noqa: SIM115  closed by finish()
         self.err = tempfile.TemporaryFile()  # noqa: SIM115
         environment, words = clean_env(**env), [str(word) for word in words]
-        if "real_job" in " ".join(words):
+        if uses_fork_server(words, [cwd, environment.get("PYTHONPATH", "")]):
             share_a_fork_server()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -42,7 +42,7 @@ import re
 import sys
 from pathlib import Path
 
-from tools import cli
+from tools import cli, scripts
 from tools.diffs import changed_lines, hunks
 from tools.pages import (
     GROUPS,
@@ -54,18 +54,7 @@ from tools.pages import (
     right_output,
     title,
 )
-from tools.scripts import (
-    ALL_EDGES,
-    PARENTS,
-    ROOT,
-    SCRIPTS,
-    InputError,
-    ancestry,
-    check_scripts,
-    read_lines,
-    summary,
-    trunk,
-)
+from tools.scripts import ROOT, InputError
 from tools.site.commands import run_all, same
 
 PARTS = ["What", "Why", "Without it"]  # of an explanation, as far as it has them
@@ -93,7 +82,7 @@ CONTEXT = 2  # unchanged lines around a hunk
 
 def hunk_diff(block):
     """The block's hunks, each under a line that numbers and places it."""
-    there, new = hunks(block.old, block.new), read_lines(block.new)
+    there, new = hunks(block.old, block.new), scripts.read_lines(block.new)
     changed = {
         number
         for hunk in there
@@ -135,9 +124,9 @@ def contents(block):
 
 def chapters(name, explained):
     """The names of the pages that explain a script."""
-    if name == trunk()[0]:
+    if name == scripts.trunk()[0]:
         return [FIRST_CHAPTER]
-    found = explained.get((PARENTS.get(name), name), {}).values()
+    found = explained.get((scripts.PARENTS.get(name), name), {}).values()
     return [*dict.fromkeys(page for page, _, _ in found)]
 
 
@@ -147,8 +136,9 @@ def scripts_table(block, explained):
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
     ]
-    for name in [*sorted(SCRIPTS, key=ancestry), *(PARENTS.keys() - SCRIPTS.keys())]:
-        parent, what = PARENTS[name], summary(name)
+    others = scripts.PARENTS.keys() - scripts.SCRIPTS.keys()
+    for name in [*sorted(scripts.SCRIPTS, key=scripts.ancestry), *others]:
+        parent, what = scripts.PARENTS[name], scripts.summary(name)
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
@@ -164,7 +154,7 @@ def scripts_table(block, explained):
 def check_explanations(pages):
     """Every hunk of every edge has one heading, which says what it must."""
     problems, found = [], explanations(pages)
-    for old, new in {**dict.fromkeys(ALL_EDGES), **found}:
+    for old, new in {**dict.fromkeys(scripts.ALL_EDGES), **found}:
         for hunk in hunks(old, new):
             if hunk.number not in found.get((old, new), {}):
                 at = f"{old}:{hunk.old_start}"
@@ -174,7 +164,7 @@ def check_explanations(pages):
     for page in pages:
         seen = {}
         for block in page.blocks:
-            if not block.hunks or (block.old, block.new) not in ALL_EDGES:
+            if not block.hunks or (block.old, block.new) not in scripts.ALL_EDGES:
                 continue
             at = f"{page.name}:{block.line}"
             if block.anchor in seen:
@@ -260,7 +250,7 @@ def main():
 
 
 def build(args):
-    check_scripts()
+    scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
     explained = explanations(pages)
     problems = check_explanations(pages) + check_partners(pages)
@@ -283,16 +273,12 @@ def build(args):
             problems.append(f"{page.name}:{first}: stale")
             problems += [f"  now: {line}" for line in lines[first - 1 : first + 2]]
     else:
-        write({page.name: lines for page, lines in stale})
+        for page, lines in stale:
+            (ROOT / page.name).write_text("\n".join(lines) + "\n")
+            print(f"{page.name}: filled in")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
-
-
-def write(pages):
-    for name, lines in pages.items():
-        (ROOT / name).write_text("\n".join(lines) + "\n")
-        print(f"{name}: filled in")
 
 
 if __name__ == "__main__":

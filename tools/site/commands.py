@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.files import copy_tree, edit
 from tools.pages import Block, Page
 from tools.proofs.processes import TimedOut, clean_env, left_over
-from tools.scripts import FRAMEWORKS, ROOT, SCRIPTS, docstring
+from tools.scripts import ROOT, docstring
 
 CUT = "[...]"  # stands for lines that are not shown
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
@@ -55,9 +55,7 @@ def same(one, other):
         for pattern in VARIES:
             text = re.sub(pattern, "~", text)
         number = r"\d+\.\d+"
-        return re.sub(number, "#", text), [
-            float(word) for word in re.findall(number, text)
-        ]
+        return re.sub(number, "#", text), [*map(float, re.findall(number, text))]
 
     (words, numbers), (other_words, others) = parts(one), parts(other)
     if (CUT in one) != (CUT in other):
@@ -157,12 +155,9 @@ def run_in_shell(text, cwd, folder):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    changes = [
-        f"`{new}` instead of `{old}`" if new else f"without `{old}`"
-        for old, new in block.faults
-    ]
-    above = []
-    if changes:
+    above, changes = [], []
+    for old, new in block.faults:
+        changes += [f"`{new}` instead of `{old}`" if new else f"without `{old}`"]
         above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
     shown = [line.rstrip() for line in output.splitlines()]
     lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
@@ -194,10 +189,10 @@ def what_is_wrong(block, status, output):
 def commands_of(pages):
     """Every Command of the pages but those in docstrings of scripts.
 
-    tests/test_training.py::test_learns runs those, and a framework's own tests.
+    tests/test_training.py::test_learns runs those, or a script's own tests do.
     """
-    names = *SCRIPTS, *FRAMEWORKS
-    tested = "\n".join(docstring(ROOT / name) for name in names).splitlines()
+    scripts = *ROOT.glob("*.py"), *ROOT.glob("variants/*.py")
+    tested = "\n".join(map(docstring, scripts)).splitlines()
     found = []
     for page in pages:
         for block in page.blocks:

@@ -15,7 +15,7 @@ from tools.site.home import readme  # noqa: E402
 project = readme()[0].partition(":")[0]
 html_title = project
 # Where the site and the repository are, if they are published: the workflow says it.
-# A preview's picture, the sitemap and the links to the repository need it.
+# A preview's picture and the links to the repository need it.
 html_baseurl = os.environ.get("SITE_URL", "")
 repository = os.environ.get("REPOSITORY_URL", "")
 notfound_urls_prefix = urlsplit(html_baseurl).path.rstrip("/") + "/"

@@ -115,18 +115,13 @@ class Explainer:
     def why(self, page, anchor):
         sections = self.doctree(page).findall(nodes.section)
         section = next(x for x in sections if x.get("slug") == anchor)
-        (block,) = [
-            x for x in parse(f"docs/{page}.md").blocks if x.hunks and x.anchor == anchor
-        ]
+        blocks = parse(f"docs/{page}.md").blocks
+        (block,) = [x for x in blocks if x.hunks and x.anchor == anchor]
+        ours = "<!--|<p class=.beside|<div class=.highlight-diff"
         skipped = nodes.title, nodes.section
-        html = "".join(
-            self.html(page, x)
-            for x in section.children
-            if not isinstance(x, skipped)
-            and not re.match(
-                "<!--|<p class=.beside|<div class=.highlight-diff", x.astext()
-            )
-        )
+        said = [x for x in section.children if not isinstance(x, skipped)]
+        said = [self.html(page, x) for x in said if not re.match(ours, x.astext())]
+        html = "".join(said)
         what, without, rest = html.partition("<p><strong>Without it.</strong>")
         return {
             "heading": section.next_node(nodes.title).astext(),

@@ -11,29 +11,13 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
-from tools import cli, pages
+from tools import pages
 from tools.diffs import changed_lines, hunks
-from tools.scripts import (
-    ALL_EDGES,
-    PARENTS,
-    ROOT,
-    SCRIPTS,
-    InputError,
-    ancestry,
-    read_lines,
-)
+from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry, read_lines
 from tools.site.build import chapters
 from tools.site.explain import Explainer, dress, once
 from tools.site.home import home
 from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
-
-
-def check_pages(app):
-    """A wrong marker ends the build with one line, and not with Sphinx's fifty."""
-    try:
-        pages.explanations()
-    except InputError as error:
-        cli.error(error)
 
 
 def read_all(app, env, docnames):
@@ -46,9 +30,8 @@ def add_links(app, docname, source):
     lines = source[0].splitlines()
     page = pages.parse(f"docs/{docname}.md", lines)
     blocks = [block for block in page.blocks if block.kind in ("diff", "scripts")]
-    app.env.metadata[docname]["pairs"] = [
-        (block.old, block.new) for block in blocks if block.old
-    ]
+    pairs = [(block.old, block.new) for block in blocks if block.old]
+    app.env.metadata[docname]["pairs"] = pairs
     for block in reversed(blocks):
         links = ", ".join(f'<a href="{url}">{text}</a>' for url, text in beside(block))
         text = f'<p class="beside">Side by side: {links}</p>'
@@ -158,16 +141,7 @@ def add_to_page(app, pagename, templatename, context, doctree):
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
 
 
-def write_sitemap(app, exception):
-    """For search engines, where the address of the site is known."""
-    if app.config.html_baseurl and not exception:
-        names = sorted(x.relative_to(app.outdir) for x in app.outdir.rglob("*.html"))
-        urls = [f"{app.config.html_baseurl.rstrip('/')}/{x}\n" for x in names]
-        (app.outdir / "sitemap.txt").write_text("".join(urls))
-
-
 def setup(app):
-    app.connect("builder-inited", check_pages)
     app.connect("env-before-read-docs", read_all)
     app.connect("source-read", add_links)
     # Before Sphinx copies the files that are linked to (500).
@@ -175,5 +149,4 @@ def setup(app):
     app.connect("doctree-read", dress)
     app.connect("html-collect-pages", make_pages)
     app.connect("html-page-context", add_to_page)
-    app.connect("build-finished", write_sitemap)
     return {"parallel_read_safe": True}

@@ -241,11 +241,8 @@ def parts(old, new, whys):
 def names_in(name, start, count):
     """What the functions are called that have code in `count` lines from `start`."""
     where, lines = scopes(name), read_lines(name)
-    found = [
-        scope_of(number, where)
-        for number in range(start, start + count)
-        if lines[number - 1].strip()
-    ]
+    numbers = [x for x in range(start, start + count) if lines[x - 1].strip()]
+    found = [scope_of(number, where) for number in numbers]
     names = [x for x in dict.fromkeys(found) if x]
     return names if len(names) < 4 else [names[0], "...", names[-1]]
 
@@ -257,12 +254,8 @@ def unchanged(old, new, i, j, count):
     bottom = 0 if last else CONTEXT
     if count <= top + bottom + 1:
         top, bottom = count, 0
-    found = []
-    for kind, length in [
-        ("same", top),
-        ("fold", count - top - bottom),
-        ("same", bottom),
-    ]:
+    found, middle = [], count - top - bottom
+    for kind, length in ("same", top), ("fold", middle), ("same", bottom):
         if length:
             one = plain_lines(old, OLD)[i - 1 : i - 1 + length]
             other = plain_lines(new, NEW)[j - 1 : j - 1 + length]

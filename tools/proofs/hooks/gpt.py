@@ -1,6 +1,6 @@
 """Run mingpt.train, with something done to it that the environment asks for.
 
-    AT_STEP=7 DO=sigkill python tests/faults/gpt.py --steps 12
+    AT_STEP=7 DO=sigkill python tools/proofs/hooks/gpt.py --steps 12
 
 DO: sigterm or sigkill (this process gets it when the step begins), nan (the weights are
 NaN from then on), nan_sigterm (both), nan_once (in this step alone), sigterm_in_compile
