@@ -6,12 +6,9 @@ torchrun --standalone --nproc-per-node=2 docs/sharding/recipes.py
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # see utils.py
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 
 class Model(torch.nn.Module):
@@ -44,7 +41,7 @@ def error_of(function, *arguments):
 
 def shard(model, *parts, **how):
     for part in [*parts, model]:
-        fully_shard(part, mesh=mesh, **how)
+        fsdp.fully_shard(part, mesh=mesh, **how)
     return model
 
 
@@ -86,7 +83,7 @@ def mix():
     model = Model()
     shard(model, model.block)
     say("mixed", error_of(model.encode, tokens))
-    register_fsdp_forward_method(model, "encode")
+    fsdp.register_fsdp_forward_method(model, "encode")
     say("mixed", "after register_fsdp_forward_method:", error_of(model.encode, tokens))
 
 
@@ -101,8 +98,16 @@ def initialise(seeds):
     say("meta", f"seeds {seeds}: ranks have the same rows: {same}")
 
 
+def load():
+    model, weight = shard(torch.nn.Linear(4, 4, bias=False)), torch.ones(4, 4)
+    file = {"weight": weight} if dist.get_rank() == 0 else {}
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, file, options=how)
+    say("load", "from rank 0's file:", model.weight.full_tensor().equal(weight))
+
+
 def compute_in_bfloat16(reduce_dtype):
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     model = shard(torch.nn.Linear(1, 1, bias=False), mp_policy=policy)
     x = torch.tensor([[1.0 if dist.get_rank() == 0 else 0.001]])
     model(x).sum().backward()  # the gradients are 1 and 0.001
@@ -111,8 +116,7 @@ def compute_in_bfloat16(reduce_dtype):
 
 
 def save_on_rank_0():
-    state = shard(torch.nn.Linear(4, 4)).state_dict()
-    tensor = state["weight"]
+    tensor = shard(torch.nn.Linear(4, 4)).state_dict()["weight"]
     local = tuple(tensor.to_local().shape)
     say("save", f"shape {tuple(tensor.shape)}, rank 0 holds {local}")
 
@@ -127,6 +131,7 @@ if __name__ == "__main__":
     mix()
     initialise(seeds=(0, 0))
     initialise(seeds=(0, 1))
+    load()
     compute_in_bfloat16(torch.bfloat16)
     compute_in_bfloat16(torch.float32)
     save_on_rank_0()
