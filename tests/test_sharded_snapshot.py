@@ -32,7 +32,19 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     torch.testing.assert_close(pieces, losses(done), rtol=1e-6, atol=2e-6)
     mine, whole = weights(tmp_path / "plain.pt"), weights(folder / "snapshot.pt")
     torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
-    assert [x.name for x in tmp_path.glob("snapshot.pt.*")] == ["snapshot.pt.3"]
+    (folder,) = tmp_path.glob("snapshot.pt.*")
+    assert folder.name.startswith("snapshot.pt.3.")
+
+
+def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
+    """As in every script, the saved momentum counts. Two runs have two folders."""
+    _, done = runs(NAME)
+    for _ in range(2):
+        (tmp_path / "snapshot.pt").unlink(missing_ok=True)
+        train(ROOT / NAME, 1, 1, cwd=tmp_path)
+    assert len([*tmp_path.glob("snapshot.pt.1.*")]) == 2
+    script = plant(NAME, tmp_path / "copy", (", momentum=0.9", ""))
+    assert losses(train(script, 2, 1, cwd=tmp_path)) == losses(done)[1:2]
 
 
 @pytest.mark.parametrize(

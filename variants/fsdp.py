@@ -234,7 +234,7 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
-    vars(next(model.parameters()).device_mesh).clear()  # DTensor's caches keep it
+    vars(next(model.parameters()).device_mesh).clear()  # DTensor's caches keep the mesh
     del model, optimizer  # or gloo's threads outlive main, and may abort the exit
     gc.collect()
     dist.destroy_process_group()  # once the Trainer is gone
