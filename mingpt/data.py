@@ -18,7 +18,6 @@ import glob
 import hashlib
 import json
 import os
-import sysconfig
 import tempfile
 
 import numpy as np
@@ -34,14 +33,12 @@ MAX_VALIDATION = 1 << 20  # bytes: an exact loss over more takes long and says n
 def find_files(paths):
     """The files of some paths, sorted by name, each of them once.
 
-    A path is a file, a folder, a glob, python-docs (`pydoc_data.topics`, about 0.5 MB)
-    or python-source (about 12 MB). Names that begin with a dot are left out.
+    A path is a file, a folder, a glob, or python-docs (`pydoc_data.topics`, about
+    0.5 MB). Names that begin with a dot are left out.
     """
     found = []
     for path in paths:
-        if path == "python-source":
-            files = python_source()
-        elif path == "python-docs" or os.path.isfile(path):
+        if path == "python-docs" or os.path.isfile(path):
             files = [path]
         else:
             if os.path.isdir(path):
@@ -52,15 +49,6 @@ def find_files(paths):
         found += files
     kept = {os.path.realpath(x): x for x in sorted(found, reverse=True)}
     return sorted(kept.values())
-
-
-def python_source():
-    """The files of the standard library, except its tests."""
-    folder = sysconfig.get_path("stdlib")
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    names = glob.glob("**/*.py", root_dir=folder, recursive=True)
-    kept = [x for x in names if not left_out & set(x.split(os.sep))]
-    return [os.path.join(folder, x) for x in kept]
 
 
 def read(path):
@@ -214,7 +202,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = utils.error
-    text = "files, folders, globs, python-docs (the default) or python-source"
+    text = "files, folders, globs or python-docs (the default)"
     parser.add_argument("data", nargs="*", default=["python-docs"], help=text)
     add_options(parser)
     args = parser.parse_args()

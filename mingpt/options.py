@@ -44,7 +44,7 @@ def make_parser(doc):
     )
     parser.error = utils.error
     add = parser.add_argument
-    text = "files, folders or globs; python-docs (the default) or python-source"
+    text = "files, folders, globs or python-docs (the default)"
     add("--data", nargs="+", default=["python-docs"], metavar="TEXT", help=text)
     data.add_options(parser)
     text = "the size of the model and how to train it (default: nano)"
