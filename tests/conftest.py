@@ -19,10 +19,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
-from tools.proofs import hosts, launch, parts, processes, results, warm  # noqa: E402
+from tools.proofs import hosts, launch, processes, results, warm  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
 
-results.put_together["FOLDER"] = parts.put_together
 OBSERVER = ROOT / "tools" / "proofs" / "observer"
 NO_HOSTS = hosts.why_not()
 needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))

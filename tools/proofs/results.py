@@ -1,9 +1,11 @@
 """What a run has printed and saved, ready to be compared."""
 
 import re
+import tempfile
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
 def losses(done):
@@ -12,16 +14,25 @@ def losses(done):
     return [tuple(map(float, pair)) for pair in pairs]
 
 
-# {a key that only snapshots in parts have: (snapshot, its folder) -> the plain one}
-put_together = {}
-
-
 def load(path):
     """The snapshot at `path`, put together if it is in parts."""
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
-    for key in put_together.keys() & snapshot:
-        snapshot = put_together[key](snapshot, Path(path).parent)
+    if "FOLDER" in snapshot:  # of torch.distributed.checkpoint, beside it
+        put_together(snapshot, Path(path).parent / snapshot.pop("FOLDER"))
     return snapshot
+
+
+def put_together(snapshot, folder):
+    """Make `snapshot` the plain one of which `folder` has the parts."""
+    snapshot.pop("SHAPES")
+    with tempfile.NamedTemporaryFile() as whole:
+        dcp_to_torch_save(folder, whole.name)
+        snapshot |= load(whole.name)
+    optimizer = snapshot["OPTIMIZER_STATE"]  # with names, where others have numbers
+    names = [x for group in optimizer["param_groups"] for x in group["params"]]
+    optimizer["state"] = {names.index(k): x for k, x in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [names.index(x) for x in group["params"]]
 
 
 def weights(path):
