@@ -129,7 +129,6 @@ NOT_FRESH = {
     "a hunk left out": (CHAPTER, "`self.ddp_model =`", "`drop_last=True`"),
     "a diff in a fence": (CHAPTER, "\n## ", "\n```text\n+x\n```\n\n## "),
     "an explanation out of order": (CHAPTER, "**Why.**", "**What.**"),
-    "no such test": (CHAPTER, "[test_learns](", "[test_nosuch]("),
     "a table typed": ("README.md", ", compared with single_gpu.py |", ", of it |"),
 }
 

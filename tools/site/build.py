@@ -48,7 +48,6 @@ from tools.pages import (
     GROUPS,
     TESTS,
     explanations,
-    linked_tests,
     page_names,
     parse,
     right_output,
@@ -177,8 +176,6 @@ def check_explanations(pages):
             if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
                 line = "Tests: [test_name](../tests/test_file.py), ..."
                 problems.append(f"{at}: the last line of the section must be {line}")
-            missing = [name for name in linked_tests(section) if not is_test(name)]
-            problems += [f"{at}: there is no {name}" for name in missing]
     return problems
 
 
@@ -208,12 +205,6 @@ def check_partners(pages):
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
-
-
-def is_test(name):
-    path, _, function = name.partition("::")
-    path = ROOT / path
-    return path.is_file() and f"def {function}(" in path.read_text()
 
 
 # The whole
