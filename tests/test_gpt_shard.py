@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from mingpt.model import GPT, GPTConfig
-from tests.gpt_checks import tokens
 from tests.test_gpt_train import gpt, metrics, text  # noqa: F401  gpt, text: fixtures
 from tools.proofs.results import load, weights
 from tools.scripts import ROOT
@@ -78,16 +76,3 @@ def test_resumes_without_it_and_with_it(runs, tmp_path):
         runs[0](tmp_path, *more, **how, DO="sigterm", AT_STEP=step)
         assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
     check_runs(tmp_path, runs[1], "val loss")
-
-
-def test_transformers_loads_what_it_trained(runs, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="its GPT-2 is the judge")
-    from tests.test_gpt_weights import save_gpt2
-
-    snapshot = load(runs[2] / "mingpt.pt")
-    model = GPT(GPTConfig(**snapshot["CONFIGURATION"]["config"]))
-    model.load_state_dict(snapshot["MODEL_STATE"])
-    save_gpt2(model.eval(), tmp_path)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    idx = tokens(model)
-    torch.testing.assert_close(model(idx)[0], theirs(idx).logits, rtol=0, atol=1e-4)

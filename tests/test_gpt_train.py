@@ -224,22 +224,6 @@ def saved(gpt, tmp_path_factory):
     return folder / "mingpt.pt"
 
 
-OWN = "from mingpt.model import GPT, GPTConfig, make_optimizer"
-
-
-@pytest.mark.waits
-def test_a_model_of_ones_own(gpt, tmp_path):
-    """It trains, resumes and writes."""
-    (tmp_path / "own.py").write_text(OWN)
-    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    own = ["--model", "own", "--eval-every", 2]
-    trained(gpt, *own, "--steps", 2, cwd=tmp_path, **env)
-    done = trained(gpt, *own, "--steps", 4, cwd=tmp_path, **env)
-    assert "2 of 4 steps are finished" in done.stdout
-    words = ["python", "-m", "mingpt.sample", "--tokens", 5]
-    assert Fork(words, tmp_path, **env).finish().returncode == 0
-
-
 BAD = {
     "accumulate": (["--accumulate", 3], "--batch-size 8: no multiple of --accumulate"),
     "heads": (["--n-head", 3], "32 wide: no 3 equal heads"),
@@ -342,43 +326,26 @@ GOLDEN = ROOT / "tests" / "golden"
 DEFAULT_RUN = ["--data", GOLDEN / "text.txt", "--steps", 80, "--eval-every", 40]
 DEFAULT_RUN += ["--precision", "fp32", "--compile", "off"]
 # AVX-512 moves it by 0.023 (Adam enlarges rounding), so that the run is held to AVX2.
-# bfloat16 moves it by 0.017.
+# bfloat16 moves it by 0.017. Each of these moves it by more than 0.004: --lr 0.0031,
+# --weight-decay 1, no causal mask, the validation text in the training text.
 TOLERANCE = 0.002
-
-
-def distance(folder):
-    """How far a run's losses are from the golden ones, at most."""
-    ours, golden = metrics(folder), metrics(GOLDEN, "curve.csv")
-    assert [row["step"] for row in ours] == [row["step"] for row in golden] == [40, 80]
-    names = "train loss", "val loss", "bits per byte"
-    pairs = zip(ours, golden, strict=True)
-    return max(abs(a[name] - b[name]) for a, b in pairs for name in names)
-
-
-def default_run(folder, *options, **env):
-    """The preset's own sizes, on a text that is the same with every Python: Done.
-
-    No fork: PyTorch asks for the instructions to use once in a process.
-    """
-    script = [FAULTS] if env else ["-m", "mingpt.train"]
-    env |= {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "ATEN_CPU_CAPABILITY": "avx2"}
-    return run(["python", *script, *DEFAULT_RUN, *options], folder, **env)
 
 
 @pytest.mark.waits
 def test_golden_curve(tmp_path):
-    assert default_run(tmp_path).returncode == 0
-    assert distance(tmp_path) < TOLERANCE
+    """The preset's own sizes, on a text that is the same with every Python.
 
-
-@pytest.mark.waits
-@pytest.mark.parametrize("fault", ["learning rate", "weight decay", "mask", "split"])
-def test_golden_curve_misses_no_fault(tmp_path, fault):
-    options = {"learning rate": ["--lr", 0.0031], "weight decay": ["--weight-decay", 1]}
-    env = {"mask": {"DO": "no_mask"}, "split": {"DO": "leak"}}
-    done = default_run(tmp_path, *options.get(fault, []), **env.get(fault, {}))
+    No fork: PyTorch asks for the instructions to use once in a process.
+    """
+    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = run(["python", "-m", "mingpt.train", *DEFAULT_RUN], tmp_path, **env)
     assert done.returncode == 0, done.stderr
-    assert distance(tmp_path) > 2 * TOLERANCE
+    ours, golden = metrics(tmp_path), metrics(GOLDEN, "curve.csv")
+    assert [row["step"] for row in ours] == [row["step"] for row in golden] == [40, 80]
+    names = "train loss", "val loss", "bits per byte"
+    pairs = zip(ours, golden, strict=True)
+    apart = max(abs(a[name] - b[name]) for a, b in pairs for name in names)
+    assert apart < TOLERANCE
 
 
 # Start from GPT-2's weights

@@ -7,8 +7,7 @@ NaN from then on), nan_sigterm (both), nan_once (in this step alone), sigterm_in
 (while torch.compile traces, where operations compute nothing), float64 (the model has
 such weights, so that sums in another order agree to the last digits), own_folder (each
 rank is in a folder of its own, as on a machine of its own),
-slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first),
-no_mask (attention sees the future), leak (the validation text is trained as well).
+slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first).
 RANK_ONLY=1 does it on this rank alone.
 """
 
@@ -17,8 +16,6 @@ import signal
 import sys
 import time
 
-import numpy as np
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import utils
@@ -29,7 +26,6 @@ AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
 run_batch, load = train.Trainer._run_batch, train.load_train_objs
 save_atomically = utils.save_atomically
-attention = torch.nn.functional.scaled_dot_product_attention
 saved = []
 
 
@@ -61,16 +57,6 @@ def load_float64(*how):
     return corpus, model.double(), optimizer
 
 
-def load_leaking(*how):
-    corpus, model, optimizer = load(*how)
-    corpus.train = np.concatenate([corpus.train, corpus.val])
-    return corpus, model, optimizer
-
-
-def attention_without_mask(*tensors, is_causal, **how):
-    return attention(*tensors, is_causal=False, **how)
-
-
 def save_slowly(snapshot, path):
     saved.append(path)
     time.sleep(1)
@@ -87,10 +73,6 @@ elif DO == "float64":
     train.load_train_objs = load_float64
 elif DO == "own_folder":
     os.chdir(RANK)
-elif DO == "leak":
-    train.load_train_objs = load_leaking
-elif DO == "no_mask":
-    torch.nn.functional.scaled_dot_product_attention = attention_without_mask
 elif DO:
     utils.save_atomically = save_slowly
 sys.argv[0] = train.__file__
