@@ -6,21 +6,13 @@ import subprocess
 from tools.scripts import ROOT
 
 
-def replace_once(text, old, new, where):
-    """`text` with `old` replaced by `new`; AssertionError unless it is there once.
-
-    where: the name of the file, for the message.
-    """
-    count = text.count(old)
-    assert count == 1, f"{where} has {old!r} {count} times, not once"
-    return text.replace(old, new)
-
-
 def edit(path, *changes):
-    """Replace texts in a file: `changes` are pairs (old, new)."""
+    """Replace texts in a file: pairs (old, new), each `old` being there once."""
     text = path.read_text()
     for old, new in changes:
-        text = replace_once(text, old, new, path)
+        count = text.count(old)
+        assert count == 1, f"{path} has {old!r} {count} times, not once"
+        text = text.replace(old, new)
     path.write_text(text)
 
 
