@@ -14,7 +14,7 @@ from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 
 NAME = "variants/preemptible.py"
-IMPATIENT = ROOT / "tests" / "faults" / "impatient_torchrun.py"
+IMPATIENT = ROOT / "tools/proofs/hooks/impatient_torchrun.py"
 RESUMED = "{} of {} epochs are finished in {}\n{} samples of the next epoch are trained"
 
 
