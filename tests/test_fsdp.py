@@ -50,6 +50,8 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
             each = -(-rows // 3)  # as torch.chunk does
             numbers += max(0, min(each, rows - rank * each)) * math.prod(rest)
         assert held["parts"] == [4 * numbers] * 3
+        assert held["moved"] == ["MSELoss"], "no device holds the whole model"
+        assert held["gathered"] == ("meta" if rank else "cpu")
         blocks, whole = zip(*held["whole"], strict=True)
         assert blocks == ("Sequential", "Linear", "Linear", "Blocks", "")
         sizes = [
@@ -60,6 +62,36 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
         ]  # from the last to the first
         left = [4 * sum(sizes[:i]) for i in range(5)]
         assert whole == (*left[::-1],)
+
+
+ADDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from variants import fsdp
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 1)
+its_list = optimizer.param_groups[0]["params"]
+optimizer.state[model.weight]["note"] = 3
+fsdp.shard(model, mesh, optimizer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+print(its_list[0] is model.weight, optimizer.state[model.weight])
+print(*[type(x) for x in fsdp.gather([(model.weight,)])[0]])
+print(model(torch.ones(1, 2)).dtype)
+"""
+
+
+def test_what_a_reader_adds(tmp_path):
+    """A list that an optimizer keeps, a note in its state, an option, a tuple."""
+    (tmp_path / "added.py").write_text(ADDED)
+    done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
+    assert done.stdout.splitlines() == [
+        "True {'note': 3}",
+        "<class 'torch.Tensor'>",
+        "torch.bfloat16",
+    ], done.stderr
 
 
 ODD = """
@@ -86,11 +118,6 @@ for odd in (number, torch.empty(0, 2), number.double().view(1), None):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight if odd is None else nn.Parameter(odd)
     refused(fsdp.shard, model, mesh)
-model = nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), 1)
-its_list = optimizer.param_groups[0]["params"]
-fsdp.shard(model, mesh, optimizer)
-print(its_list[0] is model.weight, type(fsdp.gather((model.weight,))[0]).__name__)
 for name in ("Adafactor", "Muon", "Rprop"):
     optimizer = getattr(torch.optim, name)(nn.Linear(2, 2, bias=False).parameters())
     refused(fsdp.Trainer, None, None, optimizer, *[None] * 5)
@@ -100,11 +127,12 @@ for name in ("Adafactor", "Muon", "Rprop"):
 def test_what_fsdp2_refuses_ends_with_a_line(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     done = run_script(tmp_path / "odd.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    lines = ["FSDP2 refuses a scalar, empty, shared or mixed-dtype weight"] * 4
-    lines += ["True Tensor"]  # an optimizer may keep its list, a snapshot has tuples
+    odd = "['weight']", "['weight']", "{torch.float", "['weight']"
+    starts = [f"FSDP2 refuses {x}" for x in odd]
     optimizers = "Adafactor", "Muon", "Rprop"
-    lines += [f"{name} needs whole parameters" for name in optimizers]
-    assert done.stdout.splitlines() == lines, done.stderr
+    starts += [f"{name} needs whole parameters" for name in optimizers]
+    lines = done.stdout.splitlines()
+    assert [y[: len(x)] for x, y in zip(starts, lines, strict=True)] == starts
 
 
 def test_ranks_that_use_different_blocks(tmp_path):
@@ -120,7 +148,8 @@ def test_ranks_that_use_different_blocks(tmp_path):
 def test_ranks_with_unequally_many_batches(tmp_path, held_out):
     """Of 65 samples in batches of 32, rank 1 has one batch, and of 1 sample none."""
     few = "MyTrainDataset(512, seed=1)", f"MyTrainDataset({held_out}, seed=1)"
-    script = plant(NAME, tmp_path / "copy", few)
+    hooks = [BLOCKS, "float64", "accelerators:strict", "fsdp:passes"]
+    script = plant(NAME, tmp_path / "copy", few, hooks=hooks)
     text = script.read_text()  # a rank that waits alone raises soon
     script.write_text(text.replace("timedelta(minutes=5)", "timedelta(seconds=10)"))
     curves = []
@@ -129,6 +158,9 @@ def test_ranks_with_unequally_many_batches(tmp_path, held_out):
         args = (1, 1, "--batch-size", 64 // nprocs)
         curves += losses(train(script, *args, cwd=folder, nprocs=nprocs))
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-6, atol=2e-6)
+    for rank in "01":  # as many as the rank that has the most
+        passes = json.loads((tmp_path / f"2/passes.{rank}.json").read_text())
+        assert passes == [True] * (2 if held_out == 65 else 1)
 
 
 LARGE = "[(20, 1000), *[(1000, 1000)] * 12, (1000, 1)]"

@@ -39,12 +39,17 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
 def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     """As in every script, the saved momentum counts. Two runs have two folders."""
     _, done = runs(NAME)
+    path, hooks = tmp_path / "snapshot.pt", ["fsdp:counting"]
+    script = plant(NAME, tmp_path / "first", hooks=hooks)
     for _ in range(2):
-        (tmp_path / "snapshot.pt").unlink(missing_ok=True)
-        train(ROOT / NAME, 1, 1, cwd=tmp_path)
+        path.unlink(missing_ok=True)
+        train(script, 1, 1, cwd=tmp_path)
     assert len([*tmp_path.glob("snapshot.pt.1.*")]) == 2
-    script = plant(NAME, tmp_path / "copy", (", momentum=0.9", ""))
+    shapes = torch.load(path)["SHAPES"]["MODEL_STATE"]
+    assert all(x.is_meta for x in shapes.values()), "no weights"
+    script = plant(NAME, tmp_path / "other", (", momentum=0.9", ""), hooks=hooks)
     assert losses(train(script, 2, 1, cwd=tmp_path)) == losses(done)[1:2]
+    assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
 
 
 @pytest.mark.parametrize(
@@ -89,5 +94,5 @@ def test_what_does_not_fit_ends_with_a_line(runs, copy_of):
     (part,) = path.parent.glob("*/__1_0.distcp")
     part.unlink()
     (line,) = line_of(NAME, cwd=path.parent)
-    assert re.fullmatch(rf"{part.parent} is not whole: .*No such file .*distcp'", line)
+    assert re.fullmatch(rf"cannot load {part.parent}: .*No such file .*distcp'", line)
     assert path.read_bytes() == before

@@ -24,7 +24,7 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):
 
 
 def blocks_of(module, in_list=False):
-    """The blocks in the outermost lists; each has a forward of its own."""
+    """The modules in the outermost lists. FSDP gathers one as its forward begins."""
     if in_list and type(module).forward is not torch.nn.Module.forward:
         return [module]
     in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -34,25 +34,25 @@ def blocks_of(module, in_list=False):
 def shard(model, mesh, *optimizers, **options):
     """Leave this rank a part of each parameter, and of its state in the optimizers."""
     parts = {}
-    for block in [*dict.fromkeys(blocks_of(model)), model]:
+    for block in [*dict.fromkeys(blocks_of(model)), model]:  # the model takes the rest
         new = {k: x for k, x in block.named_parameters() if not isinstance(x, DTensor)}
         dtypes = {x.dtype for x in new.values() if x.requires_grad}
-        odd = [x in parts or 0 in (x.ndim, x.numel()) for x in new.values()]
-        if len(dtypes) > 1 or any(odd):
-            utils.error("FSDP2 refuses a scalar, empty, shared or mixed-dtype weight")
+        odd = [k for k, x in new.items() if x in parts or 0 in (x.ndim, x.numel())]
+        if len(dtypes) > 1 or odd:
+            utils.error(f"FSDP2 refuses {odd or dtypes}: scalar, empty, shared, mixed")
         for tensor in [*new.values(), *block.buffers()]:
             tensor.data = tensor.data.to(mesh.device_type).contiguous()
             dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
-        fully_shard(block, mesh=mesh, **options)  # whole only while it computes
+        fully_shard(block, mesh=mesh, **options)  # each is gathered on its own
         for name, x in new.items():
             parts[x] = block.get_parameter(name)
             x.data = torch.empty(0)  # or the device would hold the whole model
     for optimizer in optimizers:
-        for x, state in optimizer.state.items():  # loaded, or made at once as Adagrad's
+        for x, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
             for name, value in state.items():
                 if getattr(value, "shape", None) == parts[x].shape:
                     state[name] = distribute_tensor(value, mesh, parts[x].placements)
-        state = optimizer.state_dict()
+        state = optimizer.state_dict()  # by number, so that it fits the new ones
         for group in optimizer.param_groups:  # or it would train the old parameters
             group["params"][:] = [parts[x] for x in group["params"]]
         optimizer.load_state_dict(state)
@@ -94,7 +94,7 @@ class Trainer:
         self.epochs_run = 0
         self._load_snapshot()
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(model, mesh, optimizer)  # moves block by block: no device holds them all
+        shard(model, mesh, optimizer)  # moves block by block: no device holds the whole
 
     def train(self, total_epochs):
         self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
@@ -234,7 +234,7 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
-    vars(next(model.parameters()).device_mesh).clear()  # DTensor's caches keep the mesh
+    vars(next(model.parameters()).device_mesh).clear()  # it holds the process group
     del model, optimizer  # or gloo's threads outlive main, and may abort the exit
     gc.collect()
     dist.destroy_process_group()  # once the Trainer is gone

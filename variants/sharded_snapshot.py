@@ -1,4 +1,4 @@
-"""Save a model that no rank can hold whole. Parent: variants/fsdp.py
+"""Save a sharded model in parts, while training goes on. Parent: variants/fsdp.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.sharded_snapshot 50 10
 On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
@@ -29,7 +29,7 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):
 
 
 def blocks_of(module, in_list=False):
-    """The blocks in the outermost lists; each has a forward of its own."""
+    """The modules in the outermost lists. FSDP gathers one as its forward begins."""
     if in_list and type(module).forward is not torch.nn.Module.forward:
         return [module]
     in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -39,25 +39,25 @@ def blocks_of(module, in_list=False):
 def shard(model, mesh, *optimizers, **options):
     """Leave this rank a part of each parameter, and of its state in the optimizers."""
     parts = {}
-    for block in [*dict.fromkeys(blocks_of(model)), model]:
+    for block in [*dict.fromkeys(blocks_of(model)), model]:  # the model takes the rest
         new = {k: x for k, x in block.named_parameters() if not isinstance(x, DTensor)}
         dtypes = {x.dtype for x in new.values() if x.requires_grad}
-        odd = [x in parts or 0 in (x.ndim, x.numel()) for x in new.values()]
-        if len(dtypes) > 1 or any(odd):
-            utils.error("FSDP2 refuses a scalar, empty, shared or mixed-dtype weight")
+        odd = [k for k, x in new.items() if x in parts or 0 in (x.ndim, x.numel())]
+        if len(dtypes) > 1 or odd:
+            utils.error(f"FSDP2 refuses {odd or dtypes}: scalar, empty, shared, mixed")
         for tensor in [*new.values(), *block.buffers()]:
             tensor.data = tensor.data.to(mesh.device_type).contiguous()
             dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
-        fully_shard(block, mesh=mesh, **options)  # whole only while it computes
+        fully_shard(block, mesh=mesh, **options)  # each is gathered on its own
         for name, x in new.items():
             parts[x] = block.get_parameter(name)
             x.data = torch.empty(0)  # or the device would hold the whole model
     for optimizer in optimizers:
-        for x, state in optimizer.state.items():  # loaded, or made at once as Adagrad's
+        for x, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
             for name, value in state.items():
                 if getattr(value, "shape", None) == parts[x].shape:
                     state[name] = distribute_tensor(value, mesh, parts[x].placements)
-        state = optimizer.state_dict()
+        state = optimizer.state_dict()  # by number, so that it fits the new ones
         for group in optimizer.param_groups:  # or it would train the old parameters
             group["params"][:] = [parts[x] for x in group["params"]]
         optimizer.load_state_dict(state)
@@ -76,8 +76,8 @@ def gather(value):
 
 def parts_of(model, optimizer):
     """This rank's parts, by names that do not depend on the number of ranks."""
-    states = get_state_dict(model, optimizer)
-    return dict(zip(("MODEL_STATE", "OPTIMIZER_STATE"), states, strict=True))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"MODEL_STATE": model_state, "OPTIMIZER_STATE": optimizer_state}
 
 
 def save_parts(model, optimizer, folder, group):
@@ -88,11 +88,11 @@ def save_parts(model, optimizer, folder, group):
 
 def load_parts(model, optimizer, folder):
     """Fill in the rows that this rank holds now, whichever rank has written them."""
-    parts = parts_of(model, optimizer)
+    parts = parts_of(model, optimizer)  # DCP loads into tensors that are there
     try:
         dcp.load(parts, checkpoint_id=folder)
-    except (Exception, dcp.CheckpointException) as reason:
-        utils.error(f"{folder} is not whole: {str(reason).splitlines()[-1]}")
+    except (Exception, dcp.CheckpointException) as reason:  # which is no Exception
+        utils.error(f"cannot load {folder}: {str(reason).splitlines()[-1]}")
     states = {"model_state_dict": parts["MODEL_STATE"]}
     states["optim_state_dict"] = parts["OPTIMIZER_STATE"]
     set_state_dict(model, optimizer, **states)
@@ -106,13 +106,13 @@ def shapes_of(model, optimizer):
     return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": groups}
 
 
-def commit(snapshot, path, written, old_folder):
+def commit(snapshot, path, written, old_folder, say):
     """Once all ranks have written, replace the file that names the folder."""
     written.result()
     if dist.get_rank() == 0:  # one rank writes the file
         utils.save_atomically(snapshot, path)
         shutil.rmtree(old_folder, ignore_errors=True)
-        print(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}", flush=True)
+    say(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}")
 
 
 class Trainer:
@@ -139,11 +139,11 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
-        self.thread, self.folder = ThreadPoolExecutor(1), ""
-        self.saving = self.thread.submit(lambda: None)
+        self.thread, self.folder = ThreadPoolExecutor(), ""
+        self.saving = self.thread.submit(lambda: None)  # nothing to wait for yet
         self._load_snapshot()
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(model, mesh, optimizer)  # moves block by block: no device holds them all
+        shard(model, mesh, optimizer)  # moves block by block: no device holds the whole
         if self.folder:
             load_parts(model, optimizer, self.folder)
 
@@ -215,20 +215,20 @@ class Trainer:
             print(text, flush=True)
 
     def _save_snapshot(self):
-        self.saving.result()  # or the error that the thread met
+        self.saving.result()  # wait for the last one, and raise its error
         mark = [os.urandom(4).hex()]  # two runs must not write into one folder
         dist.broadcast_object_list(mark)
         folder = f"{os.path.realpath(self.snapshot_path)}.{self.epochs_run}.{mark[0]}"
         written = save_parts(self.model, self.optimizer, folder, self.cpu_group)
         snapshot = {
-            "MODEL_STATE": {},
+            "MODEL_STATE": {},  # so that other scripts refuse this file
             "OPTIMIZER_STATE": {},
             "EPOCHS_RUN": self.epochs_run,
             "SHAPES": shapes_of(self.model, self.optimizer),
             "FOLDER": os.path.basename(folder),  # beside this file
         }
         snapshot = gather(snapshot)  # all ranks take part
-        job = snapshot, self.snapshot_path, written, self.folder
+        job = snapshot, self.snapshot_path, written, self.folder, self._print
         self.saving, self.folder = self.thread.submit(commit, *job), folder
 
     def _load_snapshot(self):
@@ -244,7 +244,7 @@ class Trainer:
         if "FOLDER" in snapshot:
             path = os.path.realpath(self.snapshot_path)
             self.folder = os.path.join(os.path.dirname(path), snapshot["FOLDER"])
-            snapshot |= snapshot["SHAPES"]
+            snapshot |= snapshot["SHAPES"]  # check_snapshot compares them
             snapshot["OPTIMIZER_STATE"]["state"] = self.optimizer.state_dict()["state"]
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         if not self.folder:
@@ -298,7 +298,7 @@ def main(args):
         args.save_every,
         args.snapshot_path,
     ).train(args.total_epochs)
-    vars(next(model.parameters()).device_mesh).clear()  # DTensor's caches keep the mesh
+    vars(next(model.parameters()).device_mesh).clear()  # it holds the process group
     del model, optimizer  # or gloo's threads outlive main, and may abort the exit
     gc.collect()
     dist.destroy_process_group()  # once the Trainer is gone

@@ -57,9 +57,14 @@ def held(script):
 
     "whole": the block, and what of the model is still whole, at each call of
     `fully_shard`. "parts": of weights, gradients and optimizer state, after training.
-    "mapped": whether the snapshot is read from the disk where it is used.
+    "mapped": whether the snapshot is read from the disk where it is used. "moved": the
+    modules that were moved as a whole. "gathered": the device of a gathered weight.
     """
-    whole, facts = [], {"whole": [], "mapped": False}
+    whole, facts = [], {"whole": [], "mapped": False, "moved": []}
+
+    def to(inner, module, *arguments):
+        facts["moved"].append(type(module).__name__)
+        return inner(module, *arguments)
 
     def shard(inner, model, *arguments):
         whole.extend(model.parameters())
@@ -84,12 +89,47 @@ def held(script):
         states = [x for x in states if x.dim() > 0]  # and not the number of steps
         gradients = [x.grad for x in weights]
         facts["parts"] = [nbytes(x) for x in (weights, gradients, states)]
+        facts["gathered"] = script["gather"](weights[0]).device.type
         write("held", facts)
 
     replace(script, "shard", shard)
     replace(script, "fully_shard", fully_shard)
     replace(utils, "check_snapshot", check_snapshot)
+    replace(torch.nn.Module, "to", to)
     replace(script["Trainer"], "train", train)
+
+
+def passes(script):
+    """passes.RANK.json: of each forward pass of an evaluation, if its input was moved.
+
+    It needs `accelerators:strict`.
+    """
+
+    def evaluate(inner, self):
+        moved = []
+        self.model.register_forward_pre_hook(
+            lambda _, inputs: moved.append(hasattr(inputs[0], "is_placed"))
+        )
+        loss = inner(self)
+        write("passes", moved)
+        return loss
+
+    replace(script["Trainer"], "_evaluate", evaluate)
+
+
+class Counting(torch.optim.SGD):
+    """It counts its steps with a number that is no tensor."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+
+
+@changes_objects
+def counting(train_set, eval_set, model, loss_fn, optimizer):
+    optimizer = Counting(model.parameters(), **optimizer.defaults)
+    return train_set, eval_set, model, loss_fn, optimizer
 
 
 def in_second_save(script):
@@ -152,6 +192,7 @@ def changed_while_saving(script):
         changed.wait()
         return inner(*arguments)
 
+    replace(dist, "get_default_backend_for_device", lambda inner, device: "cpu:gloo")
     replace(dcp, "async_save", async_save)
     replace(script["Trainer"], "_save_snapshot", save)
     replace(dcp.FileSystemWriter, "write_data", write_data)
