@@ -114,6 +114,7 @@ def test_the_ranks_of_a_node_and_how_long_they_wait(two_nodes):
     assert noted == [[[0, 1], 300]] * 2 + [[[2, 3], 300]] * 2
 
 
+@pytest.mark.waits
 def test_retrieval_is_among_all_held_out_points(runs):
     """The same on one and on two ranks, and as the saved model has it."""
     folder, done = runs(NAME)

@@ -19,6 +19,7 @@ linux = pytest.mark.skipif(
 )
 
 
+@pytest.mark.waits
 @linux
 @pytest.mark.parametrize("name", ["multigpu.py", "multinode.py"])
 def test_a_rank_that_is_killed_is_named(killed, name):
@@ -53,6 +54,7 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     assert not left_over(mark)
 
 
+@pytest.mark.waits
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_ending_multigpu_ends_its_processes(tmp_path, number):

@@ -13,6 +13,7 @@ from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 
 
+@pytest.mark.waits
 def test_a_wrong_mask_sees_the_future(tmp_path):
     script = ROOT / "docs" / "gpt" / "mask.py"
     done = Fork(["python", script], tmp_path, OMP_NUM_THREADS=1).finish()
@@ -30,6 +31,7 @@ def numbers(line):
     return [float(x) for x in re.findall(r"\d+\.\d+", line)]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("steps, model", [(1, "mingpt.model"), (7, "mingpt.modern")])
 def test_the_learning_rate_of_each_step(gpt, tmp_path, steps, model):  # noqa: F811
     """It rises in two of ten steps. Then it falls to a tenth, along a cosine."""

@@ -135,6 +135,7 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
     assert [x["val loss"] for x in ours] == [x["val loss"] for x in theirs]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "model",
     [

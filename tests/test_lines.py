@@ -160,6 +160,8 @@ def test_a_comment_and_a_test_of_no_line_cost_no_proof(tmp_path, monkeypatch):
     was = seen("def helper(): pass\ndef test_a(): helper()\n")
     assert was == seen("def helper():\n    pass  # x\ndef test_a(): helper()\n")
     assert was == seen(file.read_text() + "def test_b(): pass\n")
+    waits = "@pytest.mark.waits\ndef test_a(): helper()\n"
+    assert was == seen(f"def helper(): pass\n{waits}")
     assert was != seen("def helper(): pass\ndef test_a(): helper(), 1\n")
     assert was != seen("def helper(): return 1\ndef test_a(): helper()\n")
 

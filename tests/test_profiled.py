@@ -32,6 +32,7 @@ def profiled(tmp_path_factory):
 WAYS = [pytest.param((), id="cpu"), pytest.param(("profiled:gpu",), id="gpu")]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("hooks", WAYS)
 def test_shares_are_those_planted_and_add_up_to_the_clock(profiled, hooks):
     folder, _ = profiled(*hooks)

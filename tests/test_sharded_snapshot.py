@@ -9,6 +9,7 @@ import torch
 from tools.proofs.launch import launch, plant, run_script, train
 from tools.proofs.results import load, losses, same_bits, weights
 from tools.scripts import ROOT
+from variants.sharded_snapshot import load_parts, load_train_objs
 
 NAME = "variants/sharded_snapshot.py"
 
@@ -50,6 +51,10 @@ def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     script = plant(NAME, tmp_path / "other", (", momentum=0.9", ""), hooks=hooks)
     assert losses(train(script, 2, 1, cwd=tmp_path)) == losses(done)[1:2]
     assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
+    _, _, model, _, optimizer = load_train_objs()
+    optimizer.param_groups[0]["lr"] = 1.0
+    load_parts(model, optimizer, *tmp_path.glob("snapshot.pt.2.*"))
+    assert optimizer.param_groups[0]["lr"] == 0.001
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,17 @@ def report(child, mutant, result, bad):
 def code(name, tests=()):
     """A file's code, without comments and layout, and of its tests only these `tests`.
 
-    Not the bytes: a comment that changes costs no new proof, nor does another test.
+    Not the bytes: a comment that changes costs no new proof, nor does another test, nor
+    the mark of a test that waits.
     """
     tree = ast.parse((ROOT / name).read_text())
     ours = {test.partition("::")[2] for test in tests}
     found = [getattr(node, "name", "") for node in tree.body]
     keep = [x in ours or not x.startswith("test_") for x in found]
     tree.body = [*itertools.compress(tree.body, keep)]
+    for node in tree.body:
+        marks = getattr(node, "decorator_list", [])
+        marks[:] = [x for x in marks if ast.unparse(x) != "pytest.mark.waits"]
     return f"{name}\n{ast.unparse(tree)}\n"
 
 
