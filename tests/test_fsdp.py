@@ -54,12 +54,7 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
         assert held["gathered"] == ("meta" if rank else "cpu")
         blocks, whole = zip(*held["whole"], strict=True)
         assert blocks == ("Sequential", "Linear", "Linear", "Blocks", "")
-        sizes = [
-            2,
-            30 * 2 + 2,
-            30 * 30 + 30,
-            20 * 30 + 30,
-        ]  # from the last to the first
+        sizes = [2, 30 * 2 + 2, 30 * 30 + 30, 20 * 30 + 30]  # the last comes first
         left = [4 * sum(sizes[:i]) for i in range(5)]
         assert whole == (*left[::-1],)
 
