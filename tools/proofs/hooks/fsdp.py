@@ -216,14 +216,23 @@ def experts(train_set, eval_set, _, loss_fn, optimizer):
 
 
 def limited(script):
-    """From the start of main on, this process gets LIMIT_MB more memory, no more."""
+    """From the start of main on, this process gets LIMIT_MB more memory, no more.
+
+    Not while it saves: rank 0 puts the snapshot together on the CPU, not on a device.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
 
     def main(inner, *arguments):
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes
         with open("/proc/self/status") as status:
             (line,) = (x for x in status if x.startswith("VmData:"))
         limit = int(line.split()[1]) * 1024 + int(os.environ["LIMIT_MB"]) * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
         inner(*arguments)
 
+    def save(inner, *arguments):
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        inner(*arguments)
+
+    replace(script["Trainer"], "_save_snapshot", save)
     replace(script, "main", main)
