@@ -100,10 +100,7 @@ def held(script):
 
 
 def passes(script):
-    """passes.RANK.json: of each forward pass of an evaluation, if its input was moved.
-
-    It needs `accelerators:strict`.
-    """
+    """passes.RANK.json: if an evaluation's inputs were moved (accelerators:strict)."""
 
     def evaluate(inner, self):
         moved = []
@@ -216,10 +213,7 @@ def experts(train_set, eval_set, _, loss_fn, optimizer):
 
 
 def limited(script):
-    """From the start of main on, this process gets LIMIT_MB more memory, no more.
-
-    Not while it saves: rank 0 puts the snapshot together on the CPU, not on a device.
-    """
+    """From main on, this process gets LIMIT_MB more memory, but for its snapshot."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
 
     def main(inner, *arguments):
@@ -230,7 +224,7 @@ def limited(script):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
         inner(*arguments)
 
-    def save(inner, *arguments):
+    def save(inner, *arguments):  # put together on the CPU, and not on a device
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         inner(*arguments)
 
