@@ -14,12 +14,11 @@ import torch.distributed as dist
 # Not unused: if DDP is the first to import it, gloo's threads can abort or hang the
 # process at its exit (https://github.com/pytorch/pytorch/issues/190489).
 import torch.distributed.nn.functional
-from torch.utils.data import Dataset
 
 last_seen = {}  # {path: its mtime when this process last read or wrote it}
 
 
-class MyTrainDataset(Dataset):
+class MyTrainDataset(torch.utils.data.Dataset):
     """A linear regression with known noise: `size` samples, 20 features and 1 target.
 
     A sample: float32 tensors of shapes (20,) and (1,). Other seeds draw other samples
@@ -47,11 +46,6 @@ def get_rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def get_world_size():
-    """The number of processes that train together, 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def error(message):
     """Bad input: end the program with one line on stderr and exit status 2."""
     if int(os.environ.get("LOCAL_RANK", get_rank())) > 0:
@@ -69,8 +63,12 @@ def positive_int(text):
 
 def writable_path(text):
     """`text` if a file can be written there, else the error that argparse shows."""
+    folder, prefix = os.path.split(os.path.realpath(text) + ".")
     try:
-        tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(text))).close()
+        if os.path.isdir(text) or not os.path.basename(text):
+            raise OSError("that names no file")
+        # As long a name as in `save_atomically`: it may be too long.
+        tempfile.NamedTemporaryFile(prefix=prefix, suffix=".tmp", dir=folder).close()
     except OSError as reason:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {reason}") from None
     return text
@@ -99,7 +97,9 @@ def torchrun_env():
     try:
         return [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     except KeyError as name:
-        error(f"{name} is not set: type torchrun --nproc-per-node=2 {sys.argv[0]} ...")
+        spec = sys.modules["__main__"].__spec__
+        script = f"-m {spec.name}" if spec else sys.argv[0]
+        error(f"no {name}: type torchrun --standalone --nproc-per-node=2 {script} ...")
 
 
 def device_type(name, distributed):
@@ -145,7 +145,7 @@ def set_device(name, local_rank=None, nprocs=1):
 def spawn(main, args, nprocs):
     """`torch.multiprocessing.spawn`, which ends in silence if a rank called `error`."""
     # Ranks end with this process, by SIGINT, which a shell script's `&` would ignore.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
     except torch.multiprocessing.ProcessExitedException as end:
@@ -154,16 +154,17 @@ def spawn(main, args, nprocs):
         sys.exit(2)
 
 
-def check_data(train_set, eval_set, batch_size):
+def check_data(train_set, eval_set, batch_size, loss_fn=None):
     """End with one line unless all ranks have equally many samples, and enough."""
-    samples = len(train_set)
-    held_out = len(eval_set)
-    sizes = [(samples, held_out)] * get_world_size()
+    if loss_fn and any(x.requires_grad for x in loss_fn.parameters()):
+        error("the loss has parameters: freeze them, or make them a part of the model")
+    sizes = [(len(train_set), len(eval_set))]
     if dist.is_initialized():
-        dist.all_gather_object(sizes, (samples, held_out))
+        sizes *= dist.get_world_size()
+        dist.all_gather_object(sizes, sizes[0])
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
-    step = get_world_size() * batch_size
+    (samples, held_out), step = sizes[0], len(sizes) * batch_size
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
@@ -195,14 +196,14 @@ def save_atomically(snapshot, path):
             os.remove(part)
 
 
-def read_snapshot(path, mmap=False):
+def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
     """The snapshot at `path`, on the CPU, or None. With `mmap`, it is read on use."""
     if not os.path.exists(path):
         return None
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)
     try:
         snapshot = torch.load(path, "cpu", weights_only=True, mmap=mmap)
-        if not {"MODEL_STATE", "OPTIMIZER_STATE"} <= snapshot.keys():
+        if not {"MODEL_STATE", "OPTIMIZER_STATE", counter} <= snapshot.keys():
             raise ValueError(f"it has {', '.join(snapshot)}")
         return snapshot
     except Exception as reason:
@@ -223,14 +224,13 @@ def broadcast_snapshot(path, src):
 
 
 def shapes(state):
-    """[(name, shape)] of a model's state. What is no tensor has the shape None."""
+    """[(name, shape or None)] of a model's state, in order: optimizers go by number."""
     return [(name, getattr(value, "shape", None)) for name, value in state.items()]
 
 
 def check_snapshot(snapshot, model, optimizer, path):
     """End with one line unless `snapshot` fits; print the settings that it replaces."""
     hint = "choose another --snapshot-path"
-    # The order counts, too: the optimizer knows the parameters by number.
     if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
         error(f"{path} belongs to another model: {hint}")
     old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
@@ -242,14 +242,15 @@ def check_snapshot(snapshot, model, optimizer, path):
             # An older PyTorch may not have saved all options that are bools or None.
             if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
-            scheduled = f"initial_{name}" in new  # then a schedule sets it
-            if old.get(name, value) != value and not scheduled and get_rank() == 0:
-                print(f"{name} is {old[name]} as in {path}, not {value} as here")
+            was, base = old.get(name, value), f"initial_{name}"
+            if was != value and base not in new and get_rank() == 0:
+                by = "by schedule" if old.get(base) == value else f"not {value} as here"
+                print(f"{name} is {was} as in {path}, {by}")
 
 
 def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
-    ranks = get_world_size()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     batch = train_data.batch_size
     # Ranks that share a batch are one replica: only the sampler knows about them.
     replicas = getattr(train_data.sampler, "num_replicas", ranks)

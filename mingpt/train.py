@@ -239,7 +239,7 @@ class Trainer:
 
     def _load_snapshot(self):
         path = self.snapshot_path
-        snapshot = utils.read_snapshot(path)
+        snapshot = utils.read_snapshot(path, counter="STEPS_RUN")
         steps = [None] * dist.get_world_size()
         dist.all_gather_object(steps, (snapshot or {}).get("STEPS_RUN", 0))
         newest = steps.index(max(steps))  # all load this rank's snapshot

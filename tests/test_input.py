@@ -30,6 +30,10 @@ ARGUMENTS = {
     "5 1 --speed 2": "unrecognized arguments: --speed 2",
     "5 1 --snapshot-path no/s.pt": "cannot write 'no/s.pt': [Errno 2] No such file",
     "5 1 --snapshot-path /proc/s.pt": "cannot write '/proc/s.pt': ",
+    "5 1 --snapshot-path=": "cannot write '': that names no file",
+    "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
+    "5 1 --snapshot-path /tmp": "cannot write '/tmp': that names no file",
+    f"5 1 --snapshot-path {250 * 'x'}": "File name too long",
 }
 
 
@@ -121,7 +125,7 @@ def test_help(name, tmp_path):
 
 def test_multinode_without_torchrun_says_what_to_type(tmp_path):
     line = refused("multinode.py", tmp_path, 5, 1)
-    start = "'RANK' is not set: type torchrun --nproc-per-node=2"
+    start = "no 'RANK': type torchrun --standalone --nproc-per-node=2"
     assert line == f"{start} {ROOT / 'multinode.py'} ..."
 
 
@@ -207,7 +211,15 @@ def test_device_cpu_starts_two_processes(machine):
     assert [utils.choose_nprocs("cpu", x) for x in (None, 8)] == [2, 8]
 
 
-# The data
+# The data, and the loss
+
+
+def test_a_loss_with_parameters(line_of):
+    """DDP does not average them, and no snapshot has them. Frozen ones are no harm."""
+    data, loss_fn = utils.MyTrainDataset(40), torch.nn.PReLU()
+    line = "the loss has parameters: freeze them, or make them a part of the model"
+    assert line_of(utils.check_data, data, data, 1, loss_fn) == line
+    utils.check_data(data, data, 1, loss_fn.requires_grad_(False))
 
 
 def test_no_held_out_sample(line_of):
@@ -330,7 +342,7 @@ def test_a_snapshot_that_fits(capsys):
     check(scheduled, scheduled)
     assert not capsys.readouterr().out, "a scheduler sets the rate itself"
     check(scheduled, sgd)
-    assert capsys.readouterr().out == "lr is 0.01 as in s.pt, not 0.1 as here\n"
+    assert capsys.readouterr().out == "lr is 0.01 as in s.pt, by schedule\n"
 
 
 @pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])

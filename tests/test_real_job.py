@@ -106,6 +106,11 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
         assert rank["preload"] == ["torch"], "or each worker imports it"
 
 
+def test_loaders_leave_the_random_numbers_of_dropout_alone(two_epochs):
+    """A new loader draws a seed for its workers, and one that lives on does not."""
+    assert [x["untouched"] for x in noted(two_epochs)] == [[True] * 2 * STEPS] * 2
+
+
 @pytest.mark.waits
 def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
@@ -155,7 +160,8 @@ def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
     """The learning rates, the random numbers of the workers, the lines of the log."""
     folder = shutil.copytree(failed, tmp_path / "resumed")
     undisturbed, _ = runs(NAME)
-    train(plant(NAME, tmp_path / "copy"), 5, 2, cwd=folder)
+    done = train(plant(NAME, tmp_path / "copy"), 5, 2, cwd=folder)
+    assert re.findall("(?m)^lr is .*, (.*)$", done.stdout) == ["by schedule"]
     files = [x / "snapshot.pt.csv" for x in (folder, undisturbed)]
     assert files[0].read_text() == files[1].read_text()
     snapshots = [load(x / "snapshot.pt") for x in (folder, undisturbed)]

@@ -79,7 +79,8 @@ class Trainer:
                 f" | retrieval accuracy {accuracy:.6f} | {samples_per_s:,.0f} samples/s"
             )
             # NaN must not replace the last good snapshot.
-            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
+            loss = train_loss + held_out_loss
+            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -254,7 +255,7 @@ def main(args):
     device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
-    utils.check_data(train_set, eval_set, args.batch_size)
+    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     sampler.rank = rank % nprocs * nodes + rank // nprocs  # as with one process a node

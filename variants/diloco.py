@@ -107,7 +107,8 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
             # NaN must not replace the last good snapshot.
-            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
+            loss = train_loss + held_out_loss
+            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -133,9 +134,8 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
-        for x in self.model.parameters():  # the ranks' states must be alike
-            if x.requires_grad and x.grad is None:
-                x.grad = torch.zeros_like(x)
+        if any(x.grad is None for x in self.model.parameters() if x.requires_grad):
+            raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 
@@ -221,7 +221,7 @@ def main(args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
-    utils.check_data(train_set, eval_set, args.batch_size)
+    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

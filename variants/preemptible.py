@@ -76,7 +76,8 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
             # NaN must not replace the last good snapshot.
-            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
+            loss = train_loss + held_out_loss
+            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -91,8 +92,8 @@ class Trainer:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
-                weights = sum(x.sum() for x in self.model.parameters())
-                utils.check_finite(weights, self.epochs_run, self.snapshot_path)
+                sizes = [x.abs().double().sum() for x in self.model.parameters()]
+                utils.check_finite(sum(sizes), self.epochs_run, self.snapshot_path)
                 self._save_snapshot()
                 self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
@@ -105,7 +106,7 @@ class Trainer:
             self.samples_run += len(source) * dist.get_world_size()
         dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
         # .item() waits for the device. In each step, it would slow the training down.
-        return loss_sum.item() / (len(self.train_data) or float("nan"))
+        return loss_sum.item() / max(1, len(self.train_data))
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -204,7 +205,7 @@ def main(args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
-    utils.check_data(train_set, eval_set, args.batch_size)
+    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = ResumableSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

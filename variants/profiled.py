@@ -147,7 +147,8 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
             # NaN must not replace the last good snapshot.
-            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
+            loss = train_loss + held_out_loss
+            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
         self._print(self.profile.summary)
@@ -246,7 +247,7 @@ def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, rank, world_size)
     ddp_setup(rank, world_size, port, device)
-    utils.check_data(train_set, eval_set, args.batch_size)
+    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

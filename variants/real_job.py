@@ -85,7 +85,8 @@ class Trainer:
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
             write_log(f"{self.snapshot_path}.csv", self.log)
             # NaN must not replace the last good snapshot.
-            utils.check_finite(held_out_loss, self.epochs_run, self.snapshot_path)
+            loss = train_loss + held_out_loss
+            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -233,10 +234,9 @@ def load_train_objs():
     """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set, eval_set = load_digits()
-    model = torch.nn.Linear(64, 10)
+    model, loss_fn = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
     # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loss_fn = torch.nn.CrossEntropyLoss()
     return SeededDataset(train_set), eval_set, model, loss_fn, optimizer
 
 
@@ -247,6 +247,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
+        generator=torch.Generator(),  # or each new loader would draw from dropout's
         num_workers=2,
         persistent_workers=True,
         multiprocessing_context="forkserver",  # a fork beside gloo's threads may hang
@@ -261,7 +262,7 @@ def main(args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
-    utils.check_data(train_set, eval_set, args.batch_size)
+    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

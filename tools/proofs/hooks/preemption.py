@@ -2,7 +2,8 @@
 
 Each rank appends the samples of each step to the file `trained`, and writes the
 backend and the time-out of the barrier's group to the file `group`. The model has
-dropout with the probability P in front. A rank sends SIGTERM to itself
+dropout with the probability P in front, and 70,000 ones in float16, which has no such
+number. A rank sends SIGTERM to itself
 
 - where TOLD is "EPOCHS_RUN SAMPLES_RUN RANK": as that step begins, or the evaluation,
   before which all samples of the epoch are run;
@@ -24,6 +25,8 @@ asked = 0
 def around_load_train_objs(load_train_objs):
     train_set, eval_set, model, *rest = load_train_objs()
     dropout = torch.nn.Dropout(float(os.environ["P"]))
+    large = torch.ones(70_000, dtype=torch.float16)
+    dropout.large = torch.nn.Parameter(large, requires_grad=False)
     return Noted(train_set), eval_set, torch.nn.Sequential(dropout, model), *rest
 
 

@@ -2,6 +2,7 @@
 
     rates, norms    of each step: the learning rate, and the gradient's norm after it
     images          of each sample that it trained on: the sum of its pixels
+    untouched       of each step: nothing has drawn from the epoch's random numbers
     workers         after each epoch's training: {process: how it was started}
     exits           the exit status of each of them
     preload         what their server has imported
@@ -19,7 +20,7 @@ from hooks import write
 
 import utils
 
-noted = {"rates": [], "norms": [], "images": [], "workers": []}
+noted = {"rates": [], "norms": [], "images": [], "workers": [], "untouched": []}
 
 
 def around_load_train_objs(load_train_objs):
@@ -51,6 +52,8 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         noted["images"] += source.double().sum(1).tolist()
+        seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        noted["untouched"].append(torch.equal(torch.get_rng_state(), seeded))
         noted["rates"].append(self.optimizer.param_groups[0]["lr"])
         loss = super()._run_batch(source, targets)
         norms = [x.grad.norm() for x in self.model.parameters()]
