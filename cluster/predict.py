@@ -5,9 +5,9 @@ Type the time of a step on one GPU, the size of the model and the link of a mach
     python cluster/predict.py --step-ms 180 --parameters 124e6 --link 100Gbit \\
         --gpus 8 --nodes 1 2 4 8 16
 
-or what variants/profiled.py has measured: --measure FILE --link 100Gbit. Each GPU keeps
-its batch (weak scaling), so the efficiency is the time of a step on one GPU divided by
-its time on all. --table compares links from InfiniBand to the internet.
+or what variants/profiled.py has measured: --measure TRACE.json --link 100Gbit. Each
+GPU keeps its batch (weak scaling), so the efficiency is the time of a step on one GPU
+divided by its time on all. --table compares links from InfiniBand to the internet.
 
 --link is what ONE machine sends in one direction, all its cards together. Type what you
 have measured, because a link seldom carries what its name says. The prediction leaves
@@ -210,7 +210,7 @@ def main():
     for name, kind, default, what in (
         ("--step-ms", within(1e-3, 1e9), None, "of one GPU, without communication"),
         ("--parameters", within(1, 1e13), None, "that have a gradient, such as 124e6"),
-        ("--measure", str, None, "a file of variants/profiled.py, which has both"),
+        ("--measure", str, None, "TRACE.json of variants.profiled, which has both"),
         ("--link", rate, None, "of a machine, such as 100Gbit or 12.5GB/s"),
         ("--inside", rate, "450GB/s", "of a GPU to the others of its machine"),
         ("--gpus", count, 8, "in a machine"),
@@ -235,7 +235,8 @@ def main():
     try:
         measured = args.measure and read_profile(args.measure)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as why:
-        parser.error(f"{args.measure} is no file of variants/profiled.py: {why!r}")
+        hint = "Give TRACE.json of variants.profiled --trace TRACE"
+        parser.error(f"{args.measure}: {why!r}. {hint}")
     step_ms, backward, parameters = measured or (args.step_ms, 2 / 3, args.parameters)
     sizes = [parameters * x for x in (args.gradient_bytes, args.weight_bytes)]
     sizes += [args.layers, args.accumulate, args.bucket_mb * 2**20]

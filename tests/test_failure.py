@@ -1,5 +1,6 @@
 """A process that dies takes the run with it: soon, by name, leaving nothing behind."""
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from tools.proofs.launch import ENTRY, as_typed, command, environment, launch, p
 from tools.proofs.processes import descendants, left_over, wait_until
 from tools.proofs.results import load, same_bits
 from tools.proofs.warm import Fork
+from tools.scripts import ROOT
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
@@ -73,6 +75,29 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     assert run.finish().returncode != 0
     wait_until(lambda: not [x for x in ranks if os.path.exists(f"/proc/{x}")])
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
+
+
+@pytest.mark.waits
+@linux
+@pytest.mark.parametrize("program", ["multigpu.py", "multinode.py"])
+def test_ending_pytest_ends_its_forks(tmp_path, program):
+    """They are in sessions of their own, and one trained on for 15 minutes."""
+    words = [str(x) for x in command(ROOT / program, 10**6, 1)]
+    lines = "from tools.proofs.warm import Fork", "def test():"
+    lines += (f"    Fork({words}, '.').finish()",)
+    (tmp_path / "test_it.py").write_text("\n".join(lines))
+    run = Fork(["python", "-m", "pytest", "test_it.py"], tmp_path, PYTHONPATH=ROOT)
+    wait_until((tmp_path / "snapshot.pt").exists)
+    family = descendants(run.pid)
+    assert len(family) >= 3
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.finish().returncode != 0
+    try:
+        wait_until(lambda: not [x for x in family if os.path.exists(f"/proc/{x}")])
+    finally:
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):

@@ -59,10 +59,15 @@ TIMEOUT = 8  # seconds: leaves py-spy time on a busy machine
 
 @pytest.fixture(scope="module")
 def skipped(tmp_path_factory):
-    """(folder, Done, what stacks.sh printed while it hung) of a run with `skip`."""
+    """(folder, Done, what stacks.sh printed while it hung) of a run with `skip`.
+
+    Rank 1 has a DataLoader, whose worker also sleeps.
+    """
     folder = tmp_path_factory.mktemp("skipped")
     change = "timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT})"
-    script = timed(folder, change)
+    loader = "DataLoader([0], num_workers=1, collate_fn=lambda _: time.sleep(12))"
+    loader = f"loader = iter(torch.utils.data.{loader}); save()  # this"
+    script = timed(folder, change, ("save()  # this", loader))
     process = start(launch.as_typed(command(script, "skip")), folder)
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
@@ -109,6 +114,7 @@ def test_py_spy_shows_the_line_of_each_rank(skipped):
     main = {rank: text.split('"MainThread"')[1] for rank, text in ranks.items()}
     assert re.match(r"\s+all_reduce \(torch/distributed", main["0"])
     assert re.match(r"\s+save \(hang.py:\d+\)", main["1"])
+    assert "<lambda> (hang.py:" in ranks["1"].split('"MainThread"')[2]
 
 
 def test_torchfrtrace_names_the_missing_rank(skipped):

@@ -80,6 +80,9 @@ def test_a_measured_job(tmp_path):
     (tmp_path / file).write_text(json.dumps({"ms": [rank] * 2, "parameters": 124e6}))
     typed = run(f"{JOB} --link 1Gbit").stdout  # 180 ms, of which backward takes 2/3
     assert run(f"--measure {tmp_path / file} --link 1Gbit").stdout == typed != ""
+    (tmp_path / "m.0.json").write_text('{"traceEvents": []}')  # a rank's, for Perfetto
+    told = run(f"--measure {tmp_path / 'm.0.json'} --link 1Gbit").stderr
+    assert "m.0.json: KeyError('ms'). Give TRACE.json of variants.profiled" in told
 
 
 @pytest.mark.parametrize("words", BAD)

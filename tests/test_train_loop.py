@@ -270,6 +270,10 @@ class Ends(Callback):  # as in Lightning
     def on_epoch_end(self, trainer, module): ...
 
 
+def nan(output, targets):  # in training alone, as of an auxiliary head
+    return F.mse_loss(output, targets) + (torch.nan if output.requires_grad else 0)
+
+
 DATA = [(torch.zeros(3), torch.zeros(1))] * 8
 HALF = SubsetRandomSampler(range(4))
 OTHERS = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -287,6 +291,8 @@ REFUSED = {
     "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
     "num_epochs 0 is no whole number": {"num_epochs": 0},
     "num_gpus '2,3' is no whole number": {"num_gpus": "2,3"},
+    "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
+    "epoch 1: loss nan, x.pt kept": {"criterion": nan, "snapshot_path": "x.pt"},
 }
 
 
@@ -319,7 +325,9 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     assert [list(x) for x in loop.history] == [["train loss"]] * 2
     assert not list(tmp_path.iterdir())
     assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
-    loop_of(val_loader=DataLoader(DATA, 5, drop_last=True)).fit(1)
+    loop = loop_of(val_loader=DataLoader(DATA, 5, drop_last=True))
+    loop.fit(1, num_gpus=0)
+    assert loop.device_name == "cpu", "also where there are GPUs"
     assert "drop_last=True: 3 of 8 samples do not count" in capsys.readouterr().out
 
 
@@ -354,6 +362,16 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
     assert history[-1]["worst"] == pytest.approx(worst, abs=1e-5)
 
 
+def test_predict_joins_tensors_only(capsys):
+    """It once returned the names of the first batch for those of all."""
+    loop = loop_of()
+    loop.get_predictions = lambda batch: (batch[0], ["one", "two", "three", "four"])
+    with pytest.raises(SystemExit):
+        loop.predict(loop.val_loader)
+    line = "predict needs tensors of get_predictions, not <class 'str'>\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
 # Callbacks
 
 
@@ -380,6 +398,7 @@ def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
     done = case(tmp_path, "stops_early")
     assert len(losses(done)) == 4
     assert "Warning" not in done.stderr
+    assert noted(tmp_path, "hook") == [4 * 32] * 2
     assert noted(tmp_path, "rates") == [[0.001, 0.001, 0.0, 0.0]] * 2
     assert "epoch 4 saved to snapshot.pt" in done.stdout
     before = (tmp_path / "snapshot.pt").read_bytes()
@@ -391,13 +410,13 @@ def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
 
 @pytest.mark.waits
 def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
-    """Rank 1 alone has lost them, and rank 0's callback is told."""
+    """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
     done = Fork(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
     *good, last = losses(done)
     line = f"epoch {len(good) + 1}: loss nan, snapshot.pt kept"
     assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
     assert 1 <= len(good) < 19
-    assert last[0] != last[0]
+    assert last[0] == last[0] and last[1] != last[1]
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == len(good)
     assert f"best.{len(good)}.pt" in {x.name for x in tmp_path.iterdir()}
     assert not (tmp_path / f"best.{len(good) + 1}.pt").exists()

@@ -3,6 +3,7 @@
 Each case writes what its test in tests/test_train_loop.py looks at into this folder.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -77,9 +78,14 @@ def again():
 
 
 class Rates(Callback):
-    """The learning rate of each epoch, on every rank."""
+    """The learning rate of each epoch, and the steps that a hook has seen."""
 
     every_rank = True
+
+    def on_train_start(self, loop):
+        steps = itertools.count(1)
+        hook = loop.optimizer.register_step_post_hook
+        hook(lambda *_: note("hook", next(steps)))
 
     def on_epoch_start(self, loop):
         (group,) = loop.optimizer.param_groups
@@ -94,10 +100,11 @@ def stops_early():
 
 
 def lost(output, targets):
-    """A loss that is no number on rank 1, once the model has learned something."""
+    """A held-out loss that is no number on rank 1, once the model has learned."""
     loss = F.mse_loss(output, targets)
     rank = dist.get_rank() if dist.is_initialized() else 1
-    return loss * float("nan") if rank == 1 and loss < 0.5 else loss
+    held_out = not output.requires_grad
+    return loss * torch.nan if held_out and rank == 1 and loss < 0.5 else loss
 
 
 def is_lost():
@@ -108,7 +115,7 @@ class Nested(torch.nn.Linear):
     """Its input is a dict, and its output a tuple."""
 
     def forward(self, batch):
-        return super().forward(batch["x"]), batch["more"][0]
+        return super().forward(batch["x"]), batch["more"][0], None
 
 
 def of_first(output, targets):

@@ -111,9 +111,12 @@ class TrainLoop:
 
         "ddp" and "ddp2" start `num_gpus` processes on each machine (default: one per
         accelerator, or 2 on the CPU), unless torchrun or srun has started this one.
+        With 0, as `torch.cuda.device_count()` may say, any mode trains on the CPU.
         """
         self.callbacks = callbacks or self.callbacks or ()
         self.total_epochs = whole("num_epochs", num_epochs)
+        if num_gpus == 0 and self.device_name == "auto":
+            self.device_name, num_gpus = "cpu", None
         num_gpus = None if num_gpus in (None, -1) else whole("num_gpus", num_gpus)
         self.nprocs, self.store_at = 1, None
         if self.gpu_mode in ("single", "dp"):
@@ -241,8 +244,8 @@ class TrainLoop:
             line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
-            # NaN must not replace the last good snapshot.
-            utils.check_finite(self.loss, done, path or "no snapshot")
+            # A NaN of either loss must not replace the last good snapshot.
+            utils.check_finite(train_loss + self.loss, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
                 plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[self.loss] * plateau)
@@ -468,6 +471,8 @@ def nested(change, *trees):
     if isinstance(first, (list, tuple)):
         parts = [nested(change, *parts) for parts in zip(*trees, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if len(trees) > 1 and first is not None:  # the first batch's, not that of all
+        utils.error(f"predict needs tensors of get_predictions, not {type(first)}")
     return first
 
 

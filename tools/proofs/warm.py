@@ -160,6 +160,8 @@ class Fork:
         self.unfinished.add(self)
         if self.pid == 0:
             os.setsid()
+            # If a pytest is killed, SIGTERM ends its forks, and torchrun their ranks.
+            torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # on Linux
             os.dup2(self.out.fileno(), 1)
             os.dup2((self.out if merged else self.err).fileno(), 2)
             os.chdir(cwd)
