@@ -208,7 +208,7 @@ def test_no_step_is_left_of_the_epoch(script, preempt, tmp_path):
     args = (2, 2, "--batch-size", 64, "--snapshot-path", tmp_path / "snapshot.pt")
     done = ranks(script, *args, cwd=tmp_path, P=0)
     assert [x.returncode for x in done] == [0, 0], done
-    assert re.search(r"epoch 1/2 \| train loss 0.0+ \| held-out loss \d", done[0].stdout)
+    assert re.search(r"epoch 1/2 \| train loss 0.0+ \| held-out", done[0].stdout)
     assert position(tmp_path / "snapshot.pt") == (2, 0)
     assert len(trained(tmp_path)) == 1984 + 2048
 
