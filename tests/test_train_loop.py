@@ -88,6 +88,7 @@ def test_the_trained_model_comes_back(tmp_path):
     case(tmp_path, "comes_back", "ddp")
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["the same model"] and facts["the same parameters"]
+    assert facts["the same Ctrl-C"]
     assert facts["momentum"] == 4
     assert not facts["group"]
     assert not facts["training"], "ready for use, in every mode"

@@ -5,6 +5,7 @@ Each case writes what its test in tests/test_train_loop.py looks at into this fo
 
 import itertools
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def comes_back(gpu_mode):
     loop.fit(2)
     returned = loop.fit(4)
     parameters = [x for group in loop.optimizer.param_groups for x in group["params"]]
+    interrupt = signal.getsignal(signal.SIGINT)
     facts = {
+        "the same Ctrl-C": interrupt is signal.default_int_handler,
         "the same model": returned is model,
         "the same parameters": all(
             x is y for x, y in zip(parameters, model.parameters(), strict=True)

@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import pickle
+import signal
 import subprocess
 import tempfile
 import time
@@ -149,7 +150,11 @@ class TrainLoop:
             except (AttributeError, pickle.PicklingError, TypeError) as reason:
                 utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason}")
             ranks = folder, num_nodes * self.nprocs, node_rank * self.nprocs
-            utils.spawn(run_process, ranks, self.nprocs)
+            interrupt = signal.getsignal(signal.SIGINT)
+            try:
+                utils.spawn(run_process, ranks, self.nprocs)
+            finally:  # Ctrl-C does again what it did before
+                signal.signal(signal.SIGINT, interrupt)
             trained = torch.load(f"{folder}/trained.pt", "cpu", weights_only=False)
         snapshot, self.test_results = trained
         self._restore(snapshot)
