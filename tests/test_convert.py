@@ -22,7 +22,7 @@ from tools.proofs.warm import Fork
 from tools.scripts import ROOT
 from variants.real_job import end_with_rank
 
-PAGE = "docs/convert_your_script.md"
+PAGE, REST = "docs/convert_your_script.md", "docs/adapt_your_script.md"
 BEFORE, STEP2, AFTER, COMPARE = (
     f"docs/convert/{name}.py" for name in ("before", "step2", "after", "compare")
 )
@@ -72,6 +72,13 @@ def test_the_tables_name_every_change(old, new):
     there = ["\n".join(hunk.lines) for hunk in changes]
     assert not [x for x in there if not any(text in x for text in texts)]
     assert not [text for text in texts if not any(text in x for x in there)]
+
+
+@pytest.mark.text
+def test_the_switch_is_that_of_the_script():
+    lines = [x.partition("  #")[0].strip() for x in shown("FIRST_LR").splitlines()]
+    there = {x.partition("  #")[0].strip() for x in (ROOT / STEP2).open()}
+    assert len(lines) > 10 and not set(lines) - there
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +244,9 @@ def test_a_line_added_anywhere_runs_on_every_rank(tmp_path):
 
 
 def shown(text):
-    """The lines of the guide that have this text in them."""
-    (lines,) = [x for x in (ROOT / PAGE).read_text().split("```") if text in x]
+    """The lines of the two pages that have this text in them."""
+    pages = "".join((ROOT / page).read_text() for page in (PAGE, REST))
+    (lines,) = [x for x in pages.split("```")[1::2] if text in x]
     return lines.removeprefix("python\n")
 
 
@@ -250,6 +258,27 @@ def test_a_break_that_all_ranks_decide(tmp_path):
     script = plant(AFTER, tmp_path / "copy", (step, f"{step}{lines}\n"))
     done = torchrun(script, cwd=tmp_path)
     assert len(curve(done)) == 2
+
+
+def test_a_batch_sampler_is_shared_out(compared, tmp_path):
+    """The lines of the page: the weights of the script without a batch sampler."""
+    text = (ROOT / AFTER).read_text()
+    (sampler,) = re.findall(r"    sampler = Distri.*?\n    \)\n", text, re.S)
+    made = "sampler = RandomSampler(train_set, generator=torch.Generator())"
+    made += "; batch_sampler = BatchSampler(sampler, args.batch_size, True)"
+    names = "    BatchSampler,\n    DataLoader,\n    RandomSampler,\n"
+    changes = [
+        ("    DataLoader,\n", names),
+        (sampler, f"    {made}\n"),
+        ("        sampler.set_epoch(epoch)\n", shown("in batch_sampler")),
+        ("loader.batch_size", "len(images)"),
+    ]
+    script = plant(AFTER, tmp_path / "copy", *changes)
+    done = torchrun(script, "--compare", "--epochs", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = [compared / "alone.pt", *sorted(tmp_path.glob("world_*.pt"))]
+    done = alone(ROOT / COMPARE, *files, cwd=tmp_path)
+    assert done.stdout.count("differ by 0.000000000000, rate 0.004900\n") == 3
 
 
 NOISY = """import random

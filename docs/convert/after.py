@@ -161,7 +161,7 @@ def main():
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
     first_lr = optimizer.param_groups[0]["lr"]
-    epochs_run, epochs_trained = 0, 0
+    epochs_run = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["MODEL_STATE"])
@@ -176,7 +176,6 @@ def main():
         torch.manual_seed(args.seed + epoch * world_size + rank)
 
         train(args, ddp_model, device, train_loader, optimizer, epoch)
-        epochs_trained += 1
         test(model, device, test_loader)
         scheduler.step()
         snapshot = {
@@ -192,7 +191,7 @@ def main():
             "MODEL_STATE": model.state_dict(),
             "LR": optimizer.param_groups[0]["lr"],
             "FIRST_LR": first_lr,
-            "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
+            "EPOCHS_TRAINED": args.epochs - epochs_run,  # in this run
         }
         torch.save(result, f"world_{world_size}_rank_{rank}.pt")
     if args.save_model:
@@ -208,4 +207,4 @@ if __name__ == "__main__":
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     main()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
-    dist.destroy_process_group()  # once the Trainer is gone
+    dist.destroy_process_group()  # once the model is gone

@@ -20,7 +20,7 @@ for path, result in zip(paths, results, strict=True):
     if missing := [key for key in keys if key not in result]:
         stop(f"{path}: has no {', '.join(missing)}")
     trained, expected = result["EPOCHS_TRAINED"], results[0]["EPOCHS_TRAINED"]
-    if trained == 0:
+    if trained <= 0:
         stop(f"{path}: trained 0 epochs: remove the snapshot before each run")
     if trained != expected:
         stop(f"{path}: epochs trained: {trained}, but in {paths[0]}: {expected}")

@@ -120,7 +120,7 @@ def main():
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
     first_lr = optimizer.param_groups[0]["lr"]
-    epochs_run, epochs_trained = 0, 0
+    epochs_run = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
         model.load_state_dict(snapshot["MODEL_STATE"])
@@ -135,7 +135,6 @@ def main():
         torch.manual_seed(args.seed + epoch)
 
         train(args, model, device, train_loader, optimizer, epoch)
-        epochs_trained += 1
         test(model, device, test_loader)
         scheduler.step()
         snapshot = {
@@ -151,7 +150,7 @@ def main():
             "MODEL_STATE": model.state_dict(),
             "LR": optimizer.param_groups[0]["lr"],
             "FIRST_LR": first_lr,
-            "EPOCHS_TRAINED": epochs_trained,  # in this run, not counting the snapshot
+            "EPOCHS_TRAINED": args.epochs - epochs_run,  # in this run
         }
         torch.save(result, "alone.pt")
     if args.save_model:
