@@ -255,6 +255,13 @@ def test_bad_input(gpt, saved, tmp_path, what):
 
 
 @pytest.mark.waits
+def test_ranks_that_cannot_resume_print_one_line(gpt, saved):
+    """The first ends the others, so that no handler of SIGTERM may run yet."""
+    done = gpt(*SHORT, "--n-embd", 64, cwd=saved.parent, nprocs=2)
+    assert done.stderr.count("train.py: error: mingpt.pt: its config {") == 1
+
+
+@pytest.mark.waits
 def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
     """Two machines, each with a file of its own under the same name."""
     for rank in (0, 1):
