@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -70,13 +71,13 @@ class Trainer:
         self.corpus = corpus
         self.steps_run = self.steps_saved = self.windows_run = 0  # windows: all ranks'
         self.sigterm = torch.zeros(1)
-        flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
-        signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
         if args.shard:  # also what was loaded
             self._shard()
+        flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
+        signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
 
     def _shard(self):
         """Leave this rank a part of the model and of its optimizer."""
@@ -224,6 +225,8 @@ class Trainer:
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
+            # Passes over the text. All scripts read it, and then refuse the model.
+            "EPOCHS_RUN": self.windows_run // self.train_data.sampler.windows,
             "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
@@ -329,7 +332,9 @@ def main(args):
     trainer = Trainer(model, optimizer, train_data, eval_data, device, corpus, args)
     trainer._print(report.describe_run(args, corpus, model, device, trainer.steps_run))
     trainer.train()
-    del trainer  # the DDP model goes before its process group, or the exit may hang
+    if args.shard:  # its mesh holds the process group
+        vars(optimizer.param_groups[0]["params"][0].device_mesh).clear()
+    del trainer, model, optimizer  # or gloo's threads outlive main: exits hang or abort
     gc.collect()
     dist.destroy_process_group()
 
@@ -337,4 +342,8 @@ def main(args):
 if __name__ == "__main__":
     parser = options.make_parser(__doc__)
     args = options.parse(parser)
-    main(args)
+    try:
+        main(args)
+    except SystemExit as end:  # of utils.error, while gloo's threads run
+        sys.stdout.flush()
+        os._exit(end.code)  # or they may abort it

@@ -1,9 +1,14 @@
 """mingpt.train --shard: the training without it, with a part of the model on a rank."""
 
+import os
+
 import pytest
 import torch
 
-from tests.test_gpt_train import gpt, metrics, text  # noqa: F401  gpt, text: fixtures
+from tests.conftest import OBSERVER
+from tests.test_gpt_train import TINY, gpt, metrics, text  # noqa: F401  fixtures, too
+from tools.proofs.launch import as_typed
+from tools.proofs.processes import run
 from tools.proofs.results import load, weights
 from tools.scripts import ROOT
 
@@ -76,3 +81,18 @@ def test_resumes_without_it_and_with_it(runs, tmp_path):
         runs[0](tmp_path, *more, **how, DO="sigterm", AT_STEP=step)
         assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
     check_runs(tmp_path, runs[1], "val loss")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
+@pytest.mark.parametrize("lr", [0.001, 1e38])  # the second: weights are not finite
+def test_no_gloo_thread_outlives_main(text, tmp_path, lr):  # noqa: F811
+    """One that does may abort the exit. Only a new interpreter shows it."""
+    (log := tmp_path / "log").mkdir()
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mingpt.train"]
+    options = [*text, *TINY, "--steps", 2, "--shard", "--lr", lr]
+    env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log, "OMP_NUM_THREADS": 1}
+    done = run([*as_typed(words), *options], tmp_path, **env)
+    assert done.returncode == (lr > 1)
+    assert ("error: step 1: the loss or a weight" in done.stderr) == (lr > 1)
+    # os._exit ends a rank whose weights are not finite: it notes nothing.
+    assert [x.read_text() for x in log.iterdir()] == ["[]"] * (2 if lr < 1 else 0)

@@ -255,6 +255,13 @@ def test_bad_input(gpt, saved, tmp_path, what):
 
 
 @pytest.mark.waits
+def test_ranks_that_cannot_resume_print_one_line(gpt, saved):
+    """The first ends the others, so that no handler of SIGTERM may run yet."""
+    done = gpt(*SHORT, "--n-embd", 64, cwd=saved.parent, nprocs=2)
+    assert done.stderr.count("train.py: error: mingpt.pt: its config {") == 1
+
+
+@pytest.mark.waits
 def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
     """Two machines, each with a file of its own under the same name."""
     for rank in (0, 1):
@@ -268,6 +275,16 @@ def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
     )
     assert re.search(line, done.stderr, re.M)
     assert not list(tmp_path.glob("*/mingpt.pt"))
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("name", ["multinode", "variants.preemptible"])
+def test_other_scripts_refuse_its_snapshot_in_one_line(saved, name):
+    words = ["torchrun", "--nproc-per-node=1", "-m", name, 9, 1]
+    words += ["--snapshot-path", "mingpt.pt"]
+    done = Fork(words, saved.parent, PYTHONPATH=ROOT).finish()
+    line = f"{name.split('.')[-1]}.py: error: mingpt.pt belongs to another model: "
+    assert done.stderr.startswith(line), done.stderr
 
 
 @pytest.mark.waits

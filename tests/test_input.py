@@ -257,7 +257,7 @@ def test_the_parent_loads_no_data(tmp_path):
 # The snapshot
 
 
-@pytest.mark.parametrize("kind", ["cut", "empty", "pickle", "keys", "folder"])
+@pytest.mark.parametrize("kind", ["cut", "empty", "pickle", "keys", "epochs", "folder"])
 def test_not_a_snapshot(kind, runs, copy_of, line_of):
     path = copy_of(runs("single_gpu.py")[0])
     whole = path.read_bytes()
@@ -270,6 +270,8 @@ def test_not_a_snapshot(kind, runs, copy_of, line_of):
             path.write_bytes(pickle.dumps(os.getcwd, protocol=2))
         case "keys":
             torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, path)
+        case "epochs":
+            torch.save({"MODEL_STATE": {}, "OPTIMIZER_STATE": {}}, path)
         case "folder":
             path = path.parent
     line = line_of(utils.read_snapshot, str(path))
