@@ -225,8 +225,6 @@ class Trainer:
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
-            # Passes over the text. All scripts read it, and then refuse the model.
-            "EPOCHS_RUN": self.windows_run // self.train_data.sampler.windows,
             "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
