@@ -71,9 +71,8 @@ class Trainer:
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn.to(device)  # class weights move, too
         self.optimizer = optimizer
-        self.dtype = choose_dtype(precision, device)
+        self.dtype, self.clip = choose_dtype(precision, device), clip
         self.scaler = torch.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        self.clip = clip
         self.train_data = train_data
         self.eval_data = eval_data
         self.save_every = save_every
@@ -98,6 +97,7 @@ class Trainer:
             )
             # NaN must not replace the last good snapshot.
             loss = train_loss + held_out_loss
+            loss = held_out_loss if self.skipped else loss  # no weight has moved then
             utils.check_finite(loss, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()

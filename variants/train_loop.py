@@ -250,7 +250,8 @@ class TrainLoop:
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
             # A NaN of either loss must not replace the last good snapshot.
-            utils.check_finite(train_loss + self.loss, done, path or "no snapshot")
+            loss = self.loss + (0 if self.scaler.is_enabled() else train_loss)
+            utils.check_finite(loss, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
                 plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[self.loss] * plateau)
