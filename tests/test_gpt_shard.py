@@ -83,6 +83,7 @@ def test_resumes_without_it_and_with_it(runs, tmp_path):
     check_runs(tmp_path, runs[1], "val loss")
 
 
+@pytest.mark.waits
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
 @pytest.mark.parametrize("lr", [0.001, 1e38])  # the second: weights are not finite
 def test_no_gloo_thread_outlives_main(text, tmp_path, lr):  # noqa: F811
