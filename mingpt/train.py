@@ -60,6 +60,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
         self.model = model if args.shard else model.to(device)
         if args.compile == "on":
+            # Or threads add up an embedding's gradient in the order in which they come.
+            torch.use_deterministic_algorithms(device.type == "cpu", warn_only=True)
             self.model.compile(dynamic=False, options=options.compile_options(device))
         self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
         # One rank has no other to average with. A sharded model averages by itself.

@@ -136,6 +136,21 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
 
 
 @pytest.mark.waits
+def test_resume_compiled(gpt, tmp_path):
+    """Also with two threads, which share the sum of an embedding's gradient."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    options = [*RESUMABLE, "--compile", "on"]
+    env = {"OMP_NUM_THREADS": 2}
+    trained(gpt, *options, cwd=whole, **env)
+    gpt(*options, cwd=parts, DO="sigterm", AT_STEP=8, **env)
+    assert load(parts / "mingpt.pt")["STEPS_RUN"] == 9
+    trained(gpt, *options, cwd=parts, **env)
+    assert same_bits(load(parts / "mingpt.pt"), load(whole / "mingpt.pt"))
+
+
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "model",
     [
