@@ -92,8 +92,8 @@ class Trainer:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
-                sizes = [x.abs().double().sum() for x in self.model.parameters()]
-                utils.check_finite(sum(sizes), self.epochs_run, self.snapshot_path)
+                weights = sum(x.detach().float().sum() for x in self.model.parameters())
+                utils.check_finite(weights, self.epochs_run, self.snapshot_path)
                 self._save_snapshot()
                 self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
