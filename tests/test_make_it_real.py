@@ -2,6 +2,7 @@
 
 import ast
 import re
+import textwrap
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def with_the_lines_of_the_page(text):
     fences = re.findall(r"```python\n(.*?)```", page, re.S)
     (steps,) = [x for x in fences if "def _run_batch" in x]
     (tests,) = [x for x in fences if "self.weigh(targets)])" in x]
+    steps = textwrap.indent(steps, "    ")
     text = text.replace(method(text, "_run_batch"), steps)
     old = method(text, "_evaluate")
     head, _, rest = old.partition("        loss_sum = ")
