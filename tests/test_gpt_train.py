@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from tools.proofs.launch import as_typed
 from tools.proofs.processes import run
 from tools.proofs.results import load, same_bits, weights
 from tools.proofs.warm import Fork
@@ -33,17 +34,20 @@ def text(tmp_path_factory):
 def gpt(text):
     """`gpt(*options, cwd=, nprocs=, **env)`: run mingpt.train in forks: Done.
 
-    Without `nprocs` python starts it, else torchrun. DO and AT_STEP in the environment:
-    see tools/proofs/hooks/gpt.py.
+    Without `nprocs` python starts it, else torchrun. real: why a new interpreter must.
+    DO and AT_STEP in the environment: see tools/proofs/hooks/gpt.py.
     """
 
-    def get(*options, cwd, nprocs=None, **env):
+    def get(*options, cwd, nprocs=None, real="", **env):
         script = [FAULTS] if "DO" in env else ["-m", "mingpt.train"]
         words = ["python"]
         if nprocs:
             words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
         env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
-        return Fork([*words, *script, *text, *TINY, *options], cwd, **env).finish()
+        words += [*script, *text, *TINY, *options]
+        if real:
+            return run(as_typed(words), cwd, **env)
+        return Fork(words, cwd, **env).finish()
 
     return get
 
@@ -142,7 +146,7 @@ def test_resume_compiled(gpt, tmp_path):
     whole.mkdir()
     parts.mkdir()
     options = [*RESUMABLE, "--compile", "on"]
-    env = {"OMP_NUM_THREADS": 2}
+    env = {"OMP_NUM_THREADS": 2, "real": "a fork has no pool that compiles"}
     trained(gpt, *options, cwd=whole, **env)
     gpt(*options, cwd=parts, DO="sigterm", AT_STEP=8, **env)
     assert load(parts / "mingpt.pt")["STEPS_RUN"] == 9
