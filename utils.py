@@ -65,7 +65,7 @@ def writable_path(text):
     """`text` if a file can be written there, else the error that argparse shows."""
     folder, prefix = os.path.split(os.path.realpath(text) + ".")
     try:
-        if os.path.isdir(text) or not os.path.basename(text):
+        if os.path.exists(text) != os.path.isfile(text) or not os.path.basename(text):
             raise OSError("that names no file")
         # As long a name as in `save_atomically`: it may be too long.
         tempfile.NamedTemporaryFile(prefix=prefix, suffix=".tmp", dir=folder).close()
@@ -97,7 +97,7 @@ def torchrun_env():
     try:
         return [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     except KeyError as name:
-        spec = sys.modules["__main__"].__spec__
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
         script = f"-m {spec.name}" if spec else sys.argv[0]
         error(f"no {name}: type torchrun --standalone --nproc-per-node=2 {script} ...")
 
@@ -154,10 +154,10 @@ def spawn(main, args, nprocs):
         sys.exit(2)
 
 
-def check_data(train_set, eval_set, batch_size, loss_fn=None):
-    """End with one line unless all ranks have equally many samples, and enough."""
-    if loss_fn and any(x.requires_grad for x in loss_fn.parameters()):
-        error("the loss has parameters: freeze them, or make them a part of the model")
+def check_objects(train_set, eval_set, model, optimizer, batch_size):
+    """End with one line if ranks cannot train on what `load_train_objs` returns."""
+    if any(set(x["params"]) - set(model.parameters()) for x in optimizer.param_groups):
+        error("the optimizer has parameters that the model does not have")
     sizes = [(len(train_set), len(eval_set))]
     if dist.is_initialized():
         sizes *= dist.get_world_size()
@@ -170,9 +170,9 @@ def check_data(train_set, eval_set, batch_size, loss_fn=None):
 
 
 def check_finite(loss, epochs_run, path):
-    """End with one line if `loss` is NaN or infinite: the file at `path` stays."""
+    """End with one line if `loss` is NaN or infinite, before it is saved to `path`."""
     if not math.isfinite(loss):
-        error(f"epoch {epochs_run}: loss {loss}, {path} kept")
+        error(f"epoch {epochs_run}: loss {loss}, not saved to {path}")
 
 
 def save_atomically(snapshot, path):
@@ -244,8 +244,8 @@ def check_snapshot(snapshot, model, optimizer, path):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
             was, base = old.get(name, value), f"initial_{name}"
             if was != value and base not in new and get_rank() == 0:
-                by = "by schedule" if old.get(base) == value else f"not {value} as here"
-                print(f"{name} is {was} as in {path}, {by}")
+                by = " by schedule" if old.get(base) == value else ""
+                print(f"{name} is {was} as in {path}{by}, not {value} as here")
 
 
 def describe_run(train_data, eval_data, device):

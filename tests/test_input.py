@@ -33,6 +33,7 @@ ARGUMENTS = {
     "5 1 --snapshot-path=": "cannot write '': that names no file",
     "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
     "5 1 --snapshot-path /tmp": "cannot write '/tmp': that names no file",
+    "5 1 --snapshot-path /dev/null": "cannot write '/dev/null': that names no file",
     f"5 1 --snapshot-path {250 * 'x'}": "File name too long",
 }
 
@@ -211,21 +212,24 @@ def test_device_cpu_starts_two_processes(machine):
     assert [utils.choose_nprocs("cpu", x) for x in (None, 8)] == [2, 8]
 
 
-# The data, and the loss
+# What load_train_objs returns
 
 
-def test_a_loss_with_parameters(line_of):
-    """DDP does not average them, and no snapshot has them. Frozen ones are no harm."""
-    data, loss_fn = utils.MyTrainDataset(40), torch.nn.PReLU()
-    line = "the loss has parameters: freeze them, or make them a part of the model"
-    assert line_of(utils.check_data, data, data, 1, loss_fn) == line
-    utils.check_data(data, data, 1, loss_fn.requires_grad_(False))
+@pytest.mark.parametrize("more", [torch.nn.PReLU().weight, torch.ones(1)])
+def test_parameters_that_the_model_does_not_have(line_of, more):
+    """As of a loss: DDP does not average them, and no snapshot has them."""
+    data, model = utils.MyTrainDataset(40), torch.nn.Linear(20, 1)
+    optimizer = sgd([*model.parameters(), more], 0.1)
+    line = "the optimizer has parameters that the model does not have"
+    assert line_of(utils.check_objects, data, data, model, optimizer, 1) == line
 
 
 def test_no_held_out_sample(line_of):
     data, none = utils.MyTrainDataset(40), utils.MyTrainDataset(0)
-    utils.check_data(data, data, 40)
-    assert line_of(utils.check_data, data, none, 1).endswith(", 0 held out")
+    model = torch.nn.Linear(20, 1)
+    task = model, sgd(model.parameters(), 0.1)
+    utils.check_objects(data, data, *task, 40)
+    assert line_of(utils.check_objects, data, none, *task, 1).endswith(", 0 held out")
 
 
 @pytest.mark.parametrize("name", TRUNK)
@@ -344,7 +348,10 @@ def test_a_snapshot_that_fits(capsys):
     check(scheduled, scheduled)
     assert not capsys.readouterr().out, "a scheduler sets the rate itself"
     check(scheduled, sgd)
-    assert capsys.readouterr().out == "lr is 0.01 as in s.pt, by schedule\n"
+    assert (
+        capsys.readouterr().out
+        == "lr is 0.01 as in s.pt by schedule, not 0.1 as here\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])

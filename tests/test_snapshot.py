@@ -83,7 +83,7 @@ def test_weights_that_are_nan_are_not_saved(tmp_path, name):
     script = plant(name, tmp_path / "copy", (step, step + nan))
     done = launch(script, 5, 1, cwd=tmp_path, real="")
     assert done.returncode == 2
-    line = f"{name}: error: epoch 3: loss nan, snapshot.pt kept"
+    line = f"{name}: error: epoch 3: loss nan, not saved to snapshot.pt"
     assert done.stderr.splitlines()[0] == line
     snapshot = load(tmp_path / "snapshot.pt")
     assert snapshot["EPOCHS_RUN"] == 2

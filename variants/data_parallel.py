@@ -145,7 +145,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 def main(args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device)
-    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
+    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.RandomSampler(train_set, generator=torch.Generator())
     train_data = prepare_dataloader(

@@ -255,7 +255,7 @@ def main(args):
     device = utils.set_device(args.device, local_rank)
     ddp_setup(device)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
-    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
+    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     sampler.rank = rank % nprocs * nodes + rank // nprocs  # as with one process a node

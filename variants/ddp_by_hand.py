@@ -226,7 +226,7 @@ def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, rank, world_size)
     ddp_setup(rank, world_size, port, device)
-    utils.check_data(train_set, eval_set, args.batch_size, loss_fn)
+    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
     train_data = prepare_dataloader(

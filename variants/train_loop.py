@@ -154,7 +154,7 @@ class TrainLoop:
             try:
                 utils.spawn(run_process, ranks, self.nprocs)
             finally:  # Ctrl-C does again what it did before
-                signal.signal(signal.SIGINT, interrupt)
+                signal.signal(signal.SIGINT, interrupt or signal.SIG_DFL)
             trained = torch.load(f"{folder}/trained.pt", "cpu", weights_only=False)
         snapshot, self.test_results = trained
         self._restore(snapshot)
@@ -168,7 +168,8 @@ class TrainLoop:
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves momentum
         self.parallel_loss = self._wrap()
         train, val = self.train_loader, self.val_loader or DataLoader([])
-        utils.check_data(train.dataset, val.dataset or train.dataset, train.batch_size)
+        sets = train.dataset, val.dataset or train.dataset
+        utils.check_objects(*sets, self.model, self.optimizer, train.batch_size)
         self.train_data = self._share_out(train, train=True)
         self.eval_data = self._share_out(val)
         dtype = PRECISIONS[self.precision]
@@ -428,9 +429,6 @@ def check(loop, world_size):
     for name, known in ("gpu_mode", MODES), ("precision", PRECISIONS):
         if getattr(loop, name) not in known:
             utils.error(f"{name} {getattr(loop, name)!r}: choose {', '.join(known)}")
-    own, groups = set(loop.model.parameters()), loop.optimizer.param_groups
-    if any(x not in own for group in groups for x in group["params"]):  # not shared
-        utils.error("the optimizer has parameters that the model does not have")
     if loop.gpu_mode in ("single", "dp") and find_launcher():
         utils.error(f"{loop.gpu_mode} is one process: start one, or choose ddp")
     if loop.gpu_mode == "ddp2" and (loop.accumulate > 1 or world_size % loop.nprocs):

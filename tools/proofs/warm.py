@@ -9,6 +9,7 @@ fork.
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -174,10 +175,12 @@ class Fork:
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if in_time and time.monotonic() > deadline:
                 in_time, family = False, processes.descendants(self.pid)
-                os.killpg(self.pid, signal.SIGKILL)
-                for pid in family:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                for number in (signal.SIGABRT, signal.SIGKILL):  # the first shows stacks
+                    os.killpg(self.pid, number)
+                    for pid in family:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                    time.sleep(0.5)
             time.sleep(0.01)
         self.unfinished.discard(self)
         texts = []
@@ -212,6 +215,7 @@ def exit_as(program, environment):
         atexit._clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        faulthandler.enable(2)
         try:
             program()
             status = 0
