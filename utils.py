@@ -224,8 +224,8 @@ def broadcast_snapshot(path, src):
 
 
 def shapes(state):
-    """[(name, shape or None)] of a model's state, in order: optimizers go by number."""
-    return [(name, getattr(value, "shape", None)) for name, value in state.items()]
+    """[(name, shape)] of a model's state, in order: optimizers go by number."""
+    return [(name, getattr(value, "shape", ())) for name, value in state.items()]
 
 
 def check_snapshot(snapshot, model, optimizer, path):

@@ -101,7 +101,7 @@ def load_parts(model, optimizer, folder):
 def shapes_of(model, optimizer):
     """What utils.check_snapshot compares, without the weights."""
     states = model.state_dict(), optimizer.state_dict()
-    shapes = {k: torch.empty(x.shape, device="meta") for k, x in states[0].items()}
+    shapes = {k: torch.empty(s, device="meta") for k, s in utils.shapes(states[0])}
     groups = {"param_groups": states[1]["param_groups"]}
     return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": groups}
 

@@ -175,7 +175,7 @@ class Fork:
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if in_time and time.monotonic() > deadline:
                 in_time, family = False, processes.descendants(self.pid)
-                for number in (signal.SIGABRT, signal.SIGKILL):  # the first shows stacks
+                for number in (signal.SIGABRT, signal.SIGKILL):  # first the stacks
                     os.killpg(self.pid, number)
                     for pid in family:
                         with contextlib.suppress(ProcessLookupError):

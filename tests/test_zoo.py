@@ -1,0 +1,107 @@
+"""What readers bring, through every script, on two ranks and on three: tests/zoo.py.
+
+Each script trains each case for two epochs, on ranks that begin with other weights. The
+outcome is "equal" if
+
+- all ranks end with one model and one state of the optimizer,
+- a run that resumes after the first epoch ends with the same bits (on three ranks, with
+  the same numbers: the order of a sum depends on when DDP forms its buckets), and
+- the model is that of the script's parent: at the root, and for real_job.py, that of
+  one process.
+
+`OTHERWISE` has all other outcomes, and why. This prints them:
+
+pytest -s tests/test_zoo.py::test_every_case
+"""
+
+import json
+
+import pytest
+
+from tests.zoo import CASES, NAMES
+from tools.proofs import processes
+from tools.proofs.launch import as_typed
+from tools.scripts import ROOT
+
+GROUPS = {
+    "all": NAMES,
+    "DDP": [x for x in NAMES if "DistributedDataParallel(" in (ROOT / x).read_text()],
+    "sharded": ["variants/fsdp.py", "variants/sharded_snapshot.py"],
+} | {x.rpartition("/")[2].removesuffix(".py"): [x] for x in NAMES}
+# scripts | cases | how the outcome begins | why. Of several rows, the last one counts.
+OTHERWISE = """
+all | one head overflows | Refused: epoch 1: loss nan | NaN replaces no snapshot
+all | loss with a parameter | Refused: the optimizer has parameters | DDP lacks them
+all | LBFGS | TypeError: LBFGS.step() missing | it computes the loss, several times
+DDP | unused on all ranks | RuntimeError: Expected to have finished | DDP waits for it
+DDP | unused on one rank | RuntimeError: Expected to have finished | DDP waits for it
+DDP | unused in the last step | ranks differ | DDP says so in the next step only
+multigpu | BatchNorm | differs | each rank has statistics of its own
+multigpu | dropout | differs | each rank draws numbers of its own
+multigpu, ddp2 | class weights | differs | each rank divides by its own sum of weights
+multigpu, ddp2 | ignore_index | differs | each rank divides by its own count
+ddp_by_hand | unused on one rank | differs | the other rank has another model
+ddp_by_hand | SparseAdam | RuntimeError: reshape is not | it flattens gradients
+gradient_accumulation | BatchNorm, spectral_norm | differs | they see parts of a batch
+gradient_accumulation | average of the weights, extra state | differs | they count parts
+gradient_accumulation | unused in the last step | differs | it counts parts, too
+gradient_accumulation | class weights, ignore_index | differs | parts divide by theirs
+mixed_precision | float32, mixed dtypes, mixed in the root | differs | autocast rounds
+mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
+diloco | unused on one rank | RuntimeError: a parameter has no gradient | as DDP
+diloco | unused on all ranks | RuntimeError: a parameter has no gradient | as DDP
+diloco | unused in the last step | RuntimeError: a parameter has no gradient | as DDP
+diloco | amsgrad, fused, foreach, tensor as rate, groups | differs | it averages weights
+diloco | two in one, Adafactor, Muon, Adadelta, Adagrad | differs | it averages weights
+diloco | Adam, Adamax, AdamW, NAdam, RAdam | differs | it averages weights
+diloco | RMSprop, Rprop, SparseAdam | differs | it averages weights
+sharded | unused on all ranks | RuntimeError: a parameter has no gradient | as DDP
+sharded | unused in the last step | RuntimeError: a parameter has no gradient | as DDP
+sharded, preemptible | unused on one rank | not run | it waits until a time-out
+sharded | tied across blocks, scalar, zero-size | Refused: FSDP2 refuses | it cuts rows
+sharded | mixed in the root | Refused: FSDP2 refuses | it sends a block as one tensor
+sharded | Adafactor | Refused: Adafactor needs whole | its steps look at a whole matrix
+sharded | Muon | Refused: Muon needs whole | its steps look at a whole matrix
+sharded | Rprop | Refused: Rprop needs whole | PyTorch's does not run on parts
+sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
+preemptible | dropout | differs | its random numbers follow from the step
+real_job | BatchNorm | differs | each rank has statistics of its own
+real_job | dropout | differs | each rank draws numbers of its own
+real_job | class weights, ignore_index | differs | each rank divides by its own
+real_job | some parameters | resumed, it differs | gradients of others enter the norm
+"""
+
+
+def expected():
+    """{(script, case): (how the outcome begins, why)}, for those in OTHERWISE."""
+    found = {}
+    for line in OTHERWISE.strip().splitlines():
+        scripts, cases, outcome, why = line.split(" | ")
+        for name in scripts.split(", "):
+            for script in GROUPS[name]:
+                found |= {(script, case): (outcome, why) for case in cases.split(", ")}
+    return found
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_case(ranks, tmp_path):
+    words = f"torchrun --standalone --nproc-per-node={ranks} -m tests.zoo"
+    # Not a fork: in one of some hundred process groups, it may hang.
+    run = processes.start(as_typed(words.split()), tmp_path, PYTHONPATH=ROOT)
+    done = processes.finish(run, timeout_s=500)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    wrong = []
+    for script in NAMES:
+        found = [outcomes[script].get(case, "not run") for case in CASES]
+        print(
+            f"\n{script}, {ranks} ranks: {found.count('equal')} of {len(CASES)} equal"
+        )
+        for case, outcome in zip(CASES, found, strict=True):
+            begins, why = expected().get((script, case), ("equal", ""))
+            if outcome != "equal":
+                print(f"  {case}: {outcome} ({why})")
+            if not outcome.startswith(begins):
+                wrong.append(f"{script}, {case}: {outcome}, not {begins}")
+    assert not wrong
