@@ -59,6 +59,7 @@ def with_the_lines_of_the_page(text):
     return text.replace(old, head + first + loop + last)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("case", CASES)
 def test_a_weighted_mean_on_several_processes(case, tmp_path):
     """With the page's lines as on one process. Without them, another training."""

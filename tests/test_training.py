@@ -220,17 +220,6 @@ def test_a_finished_run_says_so(runs, copy_of):
     assert path.read_bytes() == before
 
 
-def test_dropout_and_the_like_resume_too(tmp_path):
-    """Random numbers drawn while training follow from the epoch."""
-    linear = "torch.nn.Linear(20, 1)"
-    dropout = f"torch.nn.Sequential(torch.nn.Dropout(0.1), {linear})"
-    script = plant(SINGLE, tmp_path / "copy", (linear, dropout))
-    train(script, 2, 1, "--snapshot-path", "whole.pt", cwd=tmp_path)
-    train(script, 1, 1, cwd=tmp_path)
-    train(script, 2, 1, cwd=tmp_path)
-    assert same_bits(load(tmp_path / "snapshot.pt"), load(tmp_path / "whole.pt"))
-
-
 def test_a_loss_with_weights_moves_to_the_device(tmp_path):
     """As a model does. The meta device is one that every machine has."""
     loss_fn = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
