@@ -212,7 +212,7 @@ def test_device_cpu_starts_two_processes(machine):
     assert [utils.choose_nprocs("cpu", x) for x in (None, 8)] == [2, 8]
 
 
-# What load_train_objs returns
+# The objects of load_train_objs
 
 
 @pytest.mark.parametrize("more", [torch.nn.PReLU().weight, torch.ones(1)])

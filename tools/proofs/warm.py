@@ -176,10 +176,10 @@ class Fork:
             if in_time and time.monotonic() > deadline:
                 in_time, family = False, processes.descendants(self.pid)
                 for number in (signal.SIGABRT, signal.SIGKILL):  # first the stacks
-                    os.killpg(self.pid, number)
-                    for pid in family:
+                    for pid in reversed(family):  # a rank ends with its parent
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
+                    os.killpg(self.pid, number)
                     time.sleep(0.5)
             time.sleep(0.01)
         self.unfinished.discard(self)
