@@ -179,7 +179,7 @@ class Fork:
                     for pid in reversed(family):  # a rank ends with its parent
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, number)
-                        time.sleep(0.1)  # one stack after the other
+                        time.sleep(0.03)  # one stack after the other
                     os.killpg(self.pid, number)
                     time.sleep(0.5)
             time.sleep(0.01)
