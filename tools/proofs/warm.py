@@ -57,15 +57,41 @@ def become(words):
     # with several threads before.
     if not re.search(r"\bspawn\(", Path(path).read_text()):
         use_fresh_threads()
-    start_processes = torch.multiprocessing.start_processes
-    torch.multiprocessing.spawn = functools.partial(_start_forks, start_processes)
+    torch.multiprocessing.spawn = _spawn
     run_main(script, arguments, is_module)
 
 
-def _start_forks(start_processes, fn, args=(), nprocs=1, join=True, daemon=False):
+def _spawn(fn, args=(), nprocs=1, join=True, daemon=False):
     """`torch.multiprocessing.spawn`, whose processes are forks."""
     rank = functools.partial(_spawned, fn)
-    return start_processes(rank, args, nprocs, join, daemon, start_method="fork")
+    return _start_forks(rank, args, nprocs, join, daemon)
+
+
+def _start_forks(
+    fn,
+    args=(),
+    nprocs=1,
+    join=True,
+    daemon=False,
+    start_method="fork",
+    start_processes=torch.multiprocessing.start_processes,
+):
+    """`torch.multiprocessing.start_processes`, whose forks begin when all are there.
+
+    While a store's thread looks up the name of a rank that connects, it holds a lock of
+    glibc. A process forked just then would wait for it for ever.
+    """
+    all_forked = torch.multiprocessing.get_context("fork").Event()
+
+    def begin(*given):
+        all_forked.wait()
+        return fn(*given)
+
+    context = start_processes(begin, args, nprocs, False, daemon, start_method)
+    all_forked.set()
+    while join and not context.join():
+        pass
+    return context
 
 
 def _spawned(fn, *args):
@@ -91,6 +117,7 @@ def _torchrun(words):
         return config, rank, script
 
     torch.distributed.run.config_from_args = with_forks
+    torch.multiprocessing.start_processes = _start_forks
     torch.distributed.run.main(words)
 
 
