@@ -15,9 +15,10 @@ import utils
 
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    place = {} if device.type == "cpu" else {"device_id": device}  # or NCCL guesses
     store = dist.TCPStore("localhost", port)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
 
 

@@ -107,8 +107,9 @@ def device_type(name, distributed):
     kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if name == "auto" and kind == "cpu" and torch.accelerator.device_count():
         error("PyTorch cannot use the accelerators here: is the driver too old?")
-    if kind == "mps" and distributed:  # its tensors cannot be exchanged
-        kind = "cpu"
+    backend = dist.get_default_backend_for_device(kind)  # Windows has no NCCL
+    if distributed and (kind == "mps" or not dist.is_backend_available(backend)):
+        kind = "cpu"  # tensors of such a device cannot be exchanged
     usable = {"auto": kind, "cpu": "cpu", kind: kind}
     if name not in usable:
         error(f"--device {name}: this script can only use {', '.join(usable)} here")
@@ -138,7 +139,8 @@ def set_device(name, local_rank=None, nprocs=1):
     try:
         torch.accelerator.set_device_index(device.index)
     except RuntimeError as reason:
-        error(f"cannot use {device}: {str(reason).splitlines()[0]}. Try --device cpu")
+        reason = str(reason).splitlines()[0]
+        error(f"cannot use {device}: {reason}. Try fewer processes or --device cpu")
     return device
 
 
@@ -254,11 +256,9 @@ def describe_run(train_data, eval_data, device):
     batch = train_data.batch_size
     # Ranks that share a batch are one replica: only the sampler knows about them.
     replicas = getattr(train_data.sampler, "num_replicas", ranks)
-    line = (
-        f"{ranks} x {device.type}, batch {batch} each:"
-        f" effective batch {replicas * batch}, {len(train_data)} steps per epoch,"
-        f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
-    )
+    line = f"{ranks} x {device.type}, batch {batch} each: effective batch"
+    line += f" {replicas * batch}, {len(train_data)} steps per epoch,"
+    line += f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
     floor = getattr(eval_data.dataset, "noise_floor", None)
     return f"{line} (noise floor {floor})" if floor else line
 

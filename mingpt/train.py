@@ -32,6 +32,10 @@ def ddp_setup(device):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     place = {} if "RANK" in os.environ else alone  # python starts one rank
+    if not dist.is_backend_available(backend):
+        backend = "gloo"  # Windows has no NCCL: one rank does without
+    if backend != "gloo":
+        place["device_id"] = device  # or NCCL guesses
     dist.init_process_group(backend, timeout=timedelta(minutes=5), **place)
 
 

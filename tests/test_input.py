@@ -153,14 +153,15 @@ def test_the_first_process_of_a_machine_speaks_for_all(line_of, monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine(kind, count, usable)`: PyTorch says that it has these accelerators."""
+    """`machine(kind, count, ...)`: PyTorch says that it has these accelerators."""
 
-    def pretend(kind, count, usable=True):
+    def pretend(kind, count, usable=True, nccl=True):
         facts = {
             "device_count": lambda: count,
             "current_accelerator": lambda **_: torch.device(kind) if usable else None,
         }
         monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(**facts))
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
 
     return pretend
 
@@ -191,6 +192,13 @@ def test_a_mac(machine, line_of):
     assert line_of(utils.device_type, "mps", distributed=True) == line
 
 
+def test_a_gpu_without_nccl(machine):
+    """As on Windows: several processes take the CPU, too."""
+    machine("cuda", 1, nccl=False)
+    assert utils.device_type("auto", distributed=False) == "cuda"
+    assert utils.device_type("auto", distributed=True) == "cpu"
+
+
 def test_a_device_that_cannot_be_taken(machine, line_of):
     """MIG: NVML counts more devices than there are for CUDA."""
     machine("cuda", 1)
@@ -200,7 +208,8 @@ def test_a_device_that_cannot_be_taken(machine, line_of):
 
     torch.accelerator.set_device_index = fail
     line = line_of(utils.set_device, "auto", 1)
-    assert line == "cannot use cuda:1: invalid device ordinal 1. Try --device cpu"
+    hint = "Try fewer processes or --device cpu"
+    assert line == f"cannot use cuda:1: invalid device ordinal 1. {hint}"
     torch.accelerator.set_device_index = [].append
     assert utils.set_device("auto", 1) == torch.device("cuda", 1)
     assert utils.set_device("auto") == torch.device("cuda", 0)

@@ -19,7 +19,8 @@ import utils
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):
     backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    dist.init_process_group(backend, timeout=timeout)
+    place = {} if device.type == "cpu" else {"device_id": device}  # or NCCL guesses
+    dist.init_process_group(backend, timeout=timeout, **place)
 
 
 class ResumableSampler(torch.utils.data.DistributedSampler):

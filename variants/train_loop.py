@@ -101,7 +101,10 @@ class TrainLoop:
         else:  # a `fit` must not find the addresses that the one before has left
             store = dist.PrefixStore(f"fit {next(NUMBERS)}", launcher_store())
         timeout = timedelta(minutes=5)
-        dist.init_process_group(backend, None, timeout, world_size, proc_rank, store)
+        place = {} if self.device.type == "cpu" else {"device_id": self.device}
+        dist.init_process_group(
+            backend, None, timeout, world_size, proc_rank, store, **place
+        )
 
     def configure_ddp(self, model, device_ids):
         """Wrap the model, which is on its device. Override it to set DDP's options."""
@@ -196,7 +199,7 @@ class TrainLoop:
     def _wrap(self):
         """`get_loss` as a training step calls it. `self.model` stays as it is."""
         on_cpu = self.device.type == "cpu"
-        if self.gpu_mode == "dp" and not on_cpu:  # else it would take GPUs all the same
+        if self.gpu_mode == "dp" and self.device.type == "cuda":  # it knows no other
             loop = copy.copy(self)
             loop.model = torch.nn.DataParallel(self.model)
             return loop.get_loss

@@ -138,11 +138,14 @@ def main():
     if args.compare:
         torch.set_default_dtype(torch.float64)
     torch.manual_seed(args.seed)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     use_cuda = not args.no_cuda and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     if use_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if use_cuda else "gloo"
+    device_id = torch.cuda.current_device() if use_cuda else None
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = random_split(make_data(1250), [1000, 250])
     # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
@@ -203,8 +206,6 @@ if __name__ == "__main__":
         command = "torchrun --standalone --nproc-per-node=2"
         print(f"start this with: {command} {sys.argv[0]}", file=sys.stderr)
         sys.exit(2)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     main()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
     dist.destroy_process_group()  # once the model is gone

@@ -16,6 +16,7 @@ def one(_):
     accelerator.is_available = lambda: True
     accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch._C._get_accelerator = accelerator.current_accelerator  # for process groups
+    dist.is_nccl_available = lambda: True
     # Adam asks for it, also on the CPU.
     stream = types.SimpleNamespace(is_capturing=lambda: False)
     accelerator.current_stream = lambda: stream
