@@ -6,6 +6,7 @@ Runs the cases named, or all, and writes outcomes.json; names are joined by comm
 computes in float64, where rounding hides nothing.
 """
 
+import functools
 import sys
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import Buffer, Linear, Sequential, Tanh
 from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
+import single_gpu
 import utils
 from tools.proofs import cases
 from tools.scripts import ROOT, SCRIPTS, ancestry
@@ -93,11 +95,11 @@ def tied():
 def averaged():
     def forward(self, x):
         if self.training:
-            self.average.update_parameters(self.net)
-        return (self.net if self.training else self.average)(x)
+            self.average.update_parameters(self.a)
+        return (self.a if self.training else self.average)(x)
 
     net = mlp()
-    return Net(forward, net=net, average=AveragedModel(net).requires_grad_(False))
+    return Net(forward, a=net, average=AveragedModel(net).requires_grad_(False))
 
 
 def sometimes(used):
@@ -120,13 +122,13 @@ def heads(scale):
 
 def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2)
-    return Net(lambda self, x: self.a(x.view(-1, 5, 4))[:, 0, :1], a=encoder)
+    layers = nn.TransformerEncoder(layer, 2)
+    return Net(lambda m, x: m.a(x.view(-1, 5, 4))[:, 0, :1], a=layers)
 
 
 def odd_buffers():
     return Net(
-        lambda self, x: self.a(x * self.mask * self.column) * self.turn.real + self.n,
+        lambda m, x: m.a(x * m.mask * m.column) * m.turn.real + m.n,
         a=Linear(20, 1),
         mask=Buffer(torch.rand(20) > 0.3),
         column=Buffer(torch.randn(20, 2)[:, 0]),
@@ -137,11 +139,11 @@ def odd_buffers():
 
 def of_classes(**options):
     loss_fn = nn.CrossEntropyLoss(**options)
-    return Net(lambda self, y, targets: self.a(y, targets[:, 0].long()), a=loss_fn)
+    return Net(lambda m, y, targets: m.a(y, targets[:, 0].long()), a=loss_fn)
 
 
 def sum_of_losses():
-    def loss(self, y, targets):
+    def loss(_, y, targets):
         losses = {i: F.mse_loss(x, targets) for i, x in enumerate(y.split(1, 1))}
         return sum(losses.values())
 
@@ -155,9 +157,7 @@ MODELS = {
     "nested blocks": lambda: Sequential(Sequential(mlp()), Linear(1, 1)),
     "tied across blocks": tied,
     "tied in the root": lambda: Net(
-        lambda self, x: (x @ self.k).tanh() @ self.l[:, :1],
-        k=(k := weight(20, 20)),
-        l=k,
+        lambda m, x: (x @ m.k).tanh() @ m.l[:, :1], k=(k := weight(20, 20)), l=k
     ),
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(8)),
     "dropout": lambda: mlp(nn.Dropout(0.3)),
@@ -165,21 +165,18 @@ MODELS = {
     "weight_norm, new": lambda: mlp(parametrizations.weight_norm(Linear(8, 8))),
     "spectral_norm": lambda: mlp(parametrizations.spectral_norm(Linear(8, 8))),
     "LSTM": lambda: Net(
-        lambda self, x: self.a(x.view(-1, 5, 4))[0][:, -1],
-        a=nn.LSTM(4, 1, batch_first=True),
+        lambda m, x: m.a(x.view(-1, 5, 4))[0][:, -1], a=nn.LSTM(4, 1, batch_first=True)
     ),
     "TransformerEncoder": encoder,
-    "channels_last": lambda: Net(
-        lambda self, x: self.a(x.view(-1, 5, 2, 2)).flatten(1),
-        a=nn.Conv2d(5, 1, 2).to(memory_format=torch.channels_last),
-    ),
-    "scalar": lambda: Net(lambda self, x: self.k * x.sum(1, True), k=weight()),
+    "channels_last": lambda: Sequential(
+        nn.Unflatten(1, (5, 2, 2)), nn.Conv2d(5, 1, 2), nn.Flatten()
+    ).to(memory_format=torch.channels_last),
+    "scalar": lambda: Net(lambda m, x: m.k * x.sum(1, True), k=weight()),
     "zero-size": lambda: Net(
-        lambda self, x: self.a(x) + self.k.sum(), a=Linear(20, 1), k=weight(0, 3)
+        lambda m, x: m.a(x) + m.k.sum(), a=Linear(20, 1), k=weight(0, 3)
     ),
     "complex": lambda: Net(
-        lambda self, x: ((x + 0j) @ self.k).real,
-        k=weight(20, 1, dtype=torch.complex128),
+        lambda m, x: ((x + 0j) @ m.k).real, k=weight(20, 1, dtype=torch.complex128)
     ),
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
     "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
@@ -187,7 +184,7 @@ MODELS = {
         Linear(20, 8), cast(F32), Linear(8, 1).to(F32), cast(F64)
     ),
     "mixed in the root": lambda: Net(
-        lambda self, x: self.b(self.a(x).float()).double(),
+        lambda m, x: m.b(m.a(x).float()).double(),
         a=Linear(20, 8),
         b=Linear(8, 1).float(),
     ),
@@ -209,7 +206,7 @@ LOSSES = {
     "ignore_index": (lambda: Linear(20, 4), lambda: of_classes(ignore_index=3)),
     "loss with a parameter": (
         mlp,
-        lambda: Net(lambda self, y, x: F.mse_loss(self.k * y, x), k=weight()),
+        lambda: Net(lambda m, y, x: F.mse_loss(m.k * y, x), k=weight()),
     ),
 }
 OPTIMIZERS = {
@@ -231,20 +228,24 @@ OPTIMIZERS |= {
 }
 
 
-def sparse():
-    return Net(
-        lambda self, x: self.a((x > 0).long()), a=nn.EmbeddingBag(2, 1, sparse=True)
-    )
-
-
 def momentum(parameters):
     return optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def sparse():
+    bag = nn.EmbeddingBag(2, 1, sparse=True)
+    return Net(lambda m, x: m.a((x > 0).long()), a=bag)
 
 
 CASES = {name: (model, momentum, nn.MSELoss) for name, model in MODELS.items()}
 CASES |= {name: (model, momentum, loss) for name, (model, loss) in LOSSES.items()}
 CASES |= {name: (mlp, make, nn.MSELoss) for name, make in OPTIMIZERS.items()}
 CASES["SparseAdam"] = sparse, OPTIMIZERS["SparseAdam"], nn.MSELoss
+
+
+class Data(list):
+    def set_epoch(self, epoch):
+        """Nothing: its samples are not random, as those of real_job.py."""
 
 
 def objects(case):
@@ -259,47 +260,24 @@ def objects(case):
     return Data(data[:72]), data[72:], model, loss_fn, optimizer
 
 
-class Data(list):
-    def set_epoch(self, epoch):
-        """Nothing: its samples are not random, as those of real_job.py."""
-
-
-def plain_loader(dataset, batch_size, sampler, device, drop_last=False):
-    return torch.utils.data.DataLoader(
-        dataset, batch_size, sampler=sampler, drop_last=drop_last
-    )
-
-
 NAMES = [x for x in SCRIPTS if "\nclass Trainer:" in (ROOT / x).read_text()]
 NAMES.sort(key=lambda name: len(ancestry(name)))  # parents first
 # PyTorch keeps one mesh for all runs here, which must not be emptied.
 KEEP_MESH = {"vars": lambda mesh: {}}
+ONE_LOSS = {"evaluate_retrieval": lambda seen, f: (sum(f(*x).item() for x in seen), 0)}
 REPLACED = {
     "variants/fsdp.py": KEEP_MESH,
     "variants/sharded_snapshot.py": KEEP_MESH,
-    "variants/ddp2.py": {
-        "evaluate_retrieval": lambda seen, loss_fn: (
-            sum(loss_fn(*x).item() for x in seen),
-            0,
-        )
-    },
-    "variants/real_job.py": {"prepare_dataloader": plain_loader},
+    "variants/ddp2.py": ONE_LOSS,
+    "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
 # One rank would wait for the other until gloo's time-out.
 WAIT = "variants/fsdp.py", "variants/sharded_snapshot.py", "variants/preemptible.py"
-
-
-def maker(case):
-    def of_script(name):
-        left_out = case == "unused on one rank" and name in WAIT
-        return None if left_out else lambda: objects(case)
-
-    return of_script
-
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
     named = [x.split(",") for x in sys.argv[1:]]
     names, of_cases = *named, *[NAMES, CASES][len(named) :]
-    makers = {case: maker(case) for case in of_cases}
-    cases.take(makers, names, REPLACED, alone_first=["variants/real_job.py"])
+    makers = {case: functools.partial(objects, case) for case in of_cases}
+    left_out = [(name, "unused on one rank") for name in WAIT]
+    cases.take(makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"])

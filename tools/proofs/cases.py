@@ -181,11 +181,11 @@ def outcome(name, ranks, replaced, path, others):
     return "equal" if equal else "differs", mine[0]
 
 
-def take(cases, names, replaced, alone_first):
+def take(makers, names, replaced, left_out, alone_first):
     """Write {script: {case: outcome}} to outcomes.json, and end the process.
 
-    cases: {case: function that makes its objects, or None: leave it out}. names:
-    scripts, parents first. replaced: {script: {name in it: what stands there}}.
+    makers: {case: function that makes its objects}. names: scripts, parents first.
+    replaced: {script: {name in it: what stands there}}. left_out: [(script, case)].
     alone_first: scripts to compare with themselves on one process.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -200,17 +200,13 @@ def take(cases, names, replaced, alone_first):
             found[name] = {}
             if name in launch.DISTRIBUTED:
                 ranks.meet()
-            for case, make in cases.items():
-                if not make(name):
-                    continue
+            for case in [x for x in makers if (name, x) not in left_out]:
                 others = [trained.get((x, case)) for x in ancestry(name)]
-                others = [x for x in others if x and ranks in ways]
-                objects = {"load_train_objs": make(name), **replaced.get(name, {})}
+                others = [None, *(x for x in others if x and ranks in ways)]
+                objects = {"load_train_objs": makers[case], **replaced.get(name, {})}
                 path = os.path.abspath(f"{ranks.world} {name} {case}".replace("/", " "))
                 path += f" {rank}" * (ranks is alone)
-                how = outcome(
-                    name, ranks, objects, path, others[-1] if others else None
-                )
+                how = outcome(name, ranks, objects, path, others[-1])
                 found[name][case], trained[name, case] = how
     if rank == 0:
         with open("outcomes.json", "w") as file:
