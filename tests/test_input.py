@@ -224,15 +224,6 @@ def test_device_cpu_starts_two_processes(machine):
 # The objects of load_train_objs
 
 
-@pytest.mark.parametrize("more", [torch.nn.PReLU().weight, torch.ones(1)])
-def test_parameters_that_the_model_does_not_have(line_of, more):
-    """As of a loss: DDP does not average them, and no snapshot has them."""
-    data, model = utils.MyTrainDataset(40), torch.nn.Linear(20, 1)
-    optimizer = sgd([*model.parameters(), more], 0.1)
-    line = "the optimizer has parameters that the model does not have"
-    assert line_of(utils.check_objects, data, data, model, optimizer, 1) == line
-
-
 def test_no_held_out_sample(line_of):
     data, none = utils.MyTrainDataset(40), utils.MyTrainDataset(0)
     model = torch.nn.Linear(20, 1)
