@@ -10,10 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
-
-# Not unused: if DDP is the first to import it, gloo's threads can abort or hang the
-# process at its exit (https://github.com/pytorch/pytorch/issues/190489).
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # before DDP does, or exits hang: pytorch#190489
 
 last_seen = {}  # {path: its mtime when this process last read or wrote it}
 
@@ -76,9 +73,8 @@ def writable_path(text):
 
 def make_parser(doc):
     """The command line that all scripts share; `doc` is the script's docstring."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=kind)
     parser.error = error
     add = parser.add_argument
     add("total_epochs", type=positive_int, help="when to stop")
@@ -139,8 +135,7 @@ def set_device(name, local_rank=None, nprocs=1):
     try:
         torch.accelerator.set_device_index(device.index)
     except RuntimeError as reason:
-        reason = str(reason).splitlines()[0]
-        error(f"cannot use {device}: {reason}. Try fewer processes or --device cpu")
+        error(f"cannot use {device}: {str(reason).splitlines()[0]}. Try --device cpu")
     return device
 
 
@@ -171,10 +166,16 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
-def check_finite(loss, epochs_run, path):
-    """End with one line if `loss` is NaN or infinite, before it is saved to `path`."""
-    if not math.isfinite(loss):
-        error(f"epoch {epochs_run}: loss {loss}, not saved to {path}")
+def check_weights(loss, model, epochs_run, path):
+    """End with one line rather than save NaN, or a model that differs between ranks."""
+    sums = [x.detach().abs().float().sum() for x in model.parameters()]
+    sums = [sum(getattr(x, "full_tensor", x.clone)().item() for x in sums)]
+    if dist.is_initialized():
+        sums *= dist.get_world_size()
+        dist.all_gather_object(sums, sums[0])
+    apart = max(sums) > 1.00001 * min(sums)  # processors of two kinds may round
+    if apart or not math.isfinite(loss + sum(sums)):
+        error(f"epoch {epochs_run}: loss {loss}, weights {sums}, not saved to {path}")
 
 
 def save_atomically(snapshot, path):
@@ -254,8 +255,7 @@ def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     batch = train_data.batch_size
-    # Ranks that share a batch are one replica: only the sampler knows about them.
-    replicas = getattr(train_data.sampler, "num_replicas", ranks)
+    replicas = getattr(train_data.sampler, "num_replicas", ranks)  # some share a batch
     line = f"{ranks} x {device.type}, batch {batch} each: effective batch"
     line += f" {replicas * batch}, {len(train_data)} steps per epoch,"
     line += f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"

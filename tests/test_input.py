@@ -208,8 +208,7 @@ def test_a_device_that_cannot_be_taken(machine, line_of):
 
     torch.accelerator.set_device_index = fail
     line = line_of(utils.set_device, "auto", 1)
-    hint = "Try fewer processes or --device cpu"
-    assert line == f"cannot use cuda:1: invalid device ordinal 1. {hint}"
+    assert line == "cannot use cuda:1: invalid device ordinal 1. Try --device cpu"
     torch.accelerator.set_device_index = [].append
     assert utils.set_device("auto", 1) == torch.device("cuda", 1)
     assert utils.set_device("auto") == torch.device("cuda", 0)

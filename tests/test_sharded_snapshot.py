@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     script = ROOT / NAME
     pieces = losses(train(ROOT / "multinode.py", 1, 1, cwd=tmp_path))
     pieces += losses(train(script, 2, 1, cwd=tmp_path))
-    pieces += losses(train(script, 3, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4))
+    path, copy = tmp_path / "snapshot.pt", tmp_path / "copy.pt"
+    shutil.copy(path, copy)  # what it saves leaves the folder of the other file alone
+    four = "--batch-size", 16, "--snapshot-path", copy
+    pieces += losses(train(script, 4, 1, *four, cwd=tmp_path, nprocs=4))
+    copy.replace(path)
     done = run_script(tmp_path / "one_file.py", cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
     last = 5, 2, "--batch-size", 64, "--snapshot-path", "plain.pt"
@@ -32,8 +37,8 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     torch.testing.assert_close(pieces, losses(done), rtol=1e-6, atol=2e-6)
     mine, whole = weights(tmp_path / "plain.pt"), weights(folder / "snapshot.pt")
     torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
-    (folder,) = tmp_path.glob("snapshot.pt.*")
-    assert folder.name.startswith("snapshot.pt.3.")
+    folders = sorted(x.name[:-8] for x in tmp_path.glob("*.pt.*"))
+    assert folders == ["copy.pt.4.", "snapshot.pt.2."]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

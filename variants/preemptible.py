@@ -78,7 +78,7 @@ class Trainer:
             )
             # NaN must not replace the last good snapshot.
             loss = train_loss + held_out_loss
-            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
+            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -93,8 +93,7 @@ class Trainer:
             stop = self.sigterm.clone()
             dist.all_reduce(stop, group=self.cpu_group)
             if stop:
-                weights = sum(x.detach().float().sum() for x in self.model.parameters())
-                utils.check_finite(weights, self.epochs_run, self.snapshot_path)
+                utils.check_weights(0, self.model, self.epochs_run, self.snapshot_path)
                 self._save_snapshot()
                 self._print(f"preempted after {self.samples_run} samples of the epoch")
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves

@@ -87,7 +87,7 @@ class Trainer:
             write_log(f"{self.snapshot_path}.csv", self.log)
             # NaN must not replace the last good snapshot.
             loss = train_loss + held_out_loss
-            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
+            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 

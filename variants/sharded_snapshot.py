@@ -112,7 +112,8 @@ def commit(snapshot, path, written, old_folder, say):
     written.result()
     if dist.get_rank() == 0:  # one rank writes the file
         utils.save_atomically(snapshot, path)
-        shutil.rmtree(old_folder, ignore_errors=True)
+        if old_folder.startswith(f"{os.path.realpath(path)}."):  # no other file's
+            shutil.rmtree(old_folder, ignore_errors=True)
     say(f"epoch {snapshot['EPOCHS_RUN']} saved to {path}")
 
 
@@ -163,7 +164,7 @@ class Trainer:
             )
             # NaN must not replace the last good snapshot.
             loss = train_loss + held_out_loss
-            utils.check_finite(loss, self.epochs_run, self.snapshot_path)
+            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
         self.saving.result()

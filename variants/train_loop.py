@@ -255,7 +255,7 @@ class TrainLoop:
             self.loss = results.get("held-out loss", train_loss)
             # A NaN of either loss must not replace the last good snapshot.
             loss = self.loss + (0 if self.scaler.is_enabled() else train_loss)
-            utils.check_finite(loss, done, path or "no snapshot")
+            utils.check_weights(loss, self.model, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
                 plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[self.loss] * plateau)

@@ -155,7 +155,7 @@ def in_second_save(script):
     def die(inner, *arguments, **options):
         calls.append(1)
         mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
-        if len(calls) == 2 and mine:
+        if len(calls) == 2 - (moment == "old") and mine:  # the first save removes none
             if moment == "error":
                 raise OSError("planted")
             os.kill(os.getpid(), signal.SIGKILL)
