@@ -167,15 +167,15 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with one line rather than save NaN, or a model that differs between ranks."""
+    """End with a line if `loss` or weights are NaN, or differ between ranks by 1e-5."""
     sums = [x.detach().abs().float().sum() for x in model.parameters()]
     sums = [sum(getattr(x, "full_tensor", x.clone)().item() for x in sums)]
     if dist.is_initialized():
         sums *= dist.get_world_size()
         dist.all_gather_object(sums, sums[0])
-    apart = max(sums) > 1.00001 * min(sums)  # processors of two kinds may round
-    if apart or not math.isfinite(loss + sum(sums)):
-        error(f"epoch {epochs_run}: loss {loss}, weights {sums}, not saved to {path}")
+    if not math.isfinite(loss + sum(sums)) or max(sums) > 1.00001 * min(sums):
+        what = f"loss {loss:.6f}, weights by rank {', '.join(f'{x:.6g}' for x in sums)}"
+        error(f"epoch {epochs_run}: {what}, not saved to {path}")
 
 
 def save_atomically(snapshot, path):

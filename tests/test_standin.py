@@ -1,0 +1,95 @@
+"""On the stand-in for GPUs: what belongs on a device is there, and on the right one.
+
+tests/standin/standin.cpp says what it is. It needs g++ and ninja: a minute once.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from tools.proofs.launch import DISTRIBUTED, batch_size, launch, plant, train
+from tools.proofs.results import losses
+from tools.proofs.warm import Fork
+from tools.scripts import ROOT, SCRIPTS
+
+WHY = "the stand-in for GPUs needs g++ and ninja"
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja"))), reason=WHY),
+]
+STANDIN = {"STANDIN": ROOT / "tests" / "standin"}
+
+
+def on_standin(name, folder, *changes, hooks=("standin:devices",)):
+    """A copy of a script that finds stand-ins where it looks for GPUs."""
+    return plant(name, folder / "copy", *changes, hooks=hooks)
+
+
+def test_two_ranks_on_one_device_are_refused(tmp_path):
+    """As NCCL refuses them, so that the other tests show what it would."""
+    line = "device = utils.set_device(args.device, rank, world_size)"
+    script = on_standin("multigpu.py", tmp_path, (line, line.replace(" rank", " 0")))
+    done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
+    assert "ranks 0 and 1 use one device" in done.stderr
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
+    """Two devices also resume. In a step, nothing waits for a device."""
+    script = on_standin(name, tmp_path, hooks=["standin:devices", "standin"])
+    how = {"cwd": tmp_path, "nprocs": devices, "STANDIN_DEVICES": devices, **STANDIN}
+    found = []
+    resumes = devices == 2 and "real_job" not in name  # its rate follows from the end
+    for end in (2, 5) if resumes else (5,):
+        size = "--batch-size", batch_size(name, 64, devices)
+        done = train(script, end, 2, *size, **how)
+        found += losses(done)
+        ranks = devices if name in DISTRIBUTED else 1
+        assert f"{ranks} x standin, " in done.stdout
+    assert found == losses(runs(name, devices)[1])
+    seen = [json.loads(x.read_text()) for x in tmp_path.glob("seen.*.json")]
+    once = (
+        "DistributedDataParallel(" in script.read_text()
+    )  # DDP sends its buckets' order
+    assert seen == [{"copies that wait": 2} if once else {}] * ranks
+
+
+def test_the_group_is_on_the_ranks_device(tmp_path):
+    """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
+    script = on_standin("multigpu.py", tmp_path)
+    train(script, 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
+
+
+def test_two_machines_may_have_more_devices_than_processes(tmp_path):
+    """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
+    name = "variants/multinode_spawn.py"
+    script = on_standin(name, tmp_path)
+    words = ["python", "-m", "variants.multinode_spawn", 2, 1, "--nodes", 2]
+    words += ["--nprocs", 2, "--master-port", 29517, "--nr"]
+    how = {"PYTHONPATH": script.parent.parent, "STANDIN_DEVICES": 4, **STANDIN}
+    forks = []
+    for machine in range(2):
+        (folder := tmp_path / str(machine)).mkdir()
+        forks.append(Fork([*words, machine], folder, STANDIN_HOST=machine, **how))
+    for done in [fork.finish() for fork in forks]:
+        assert done.returncode == 0, done.stderr
+
+
+LINES = {
+    "multigpu.py": "2 processes, 1 accelerators: try more with",
+    "multinode.py": "cannot use standin:1: invalid device ordinal. Try",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_more_ranks_than_devices_end_with_what_to_type(name, tmp_path):
+    script = on_standin(name, tmp_path)
+    how = {"cwd": tmp_path, "STANDIN_DEVICES": 1, **STANDIN}
+    done = launch(script, 1, 1, real="a fork's torchrun waits for 30 s", **how)
+    assert done.returncode != 0
+    lines = [x for x in done.stderr.splitlines() if "error: " in x]
+    assert lines == [f"{name}: error: {LINES[name]} --device cpu"]
+    done = train(script, 1, 1, "--device", "cpu", **how)
+    assert done.stdout.startswith("2 x cpu, ")
