@@ -149,23 +149,6 @@ def test_only_what_has_not_changed_since_a_green_run_is_skipped(tmp_path, monkey
     assert lines.GREEN.read_text() == "{}", "a red run takes the record away"
 
 
-def test_a_comment_and_a_test_of_no_line_cost_no_proof(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "ROOT", tmp_path)
-    file, named = tmp_path / "t.py", ["t.py::test_a"]
-
-    def seen(text):
-        file.write_text(text)
-        return lines.code("t.py", named)
-
-    was = seen("def helper(): pass\ndef test_a(): helper()\n")
-    assert was == seen("def helper():\n    pass  # x\ndef test_a(): helper()\n")
-    assert was == seen(file.read_text() + "def test_b(): pass\n")
-    waits = "@pytest.mark.waits\ndef test_a(): helper()\n"
-    assert was == seen(f"def helper(): pass\n{waits}")
-    assert was != seen("def helper(): pass\ndef test_a(): helper(), 1\n")
-    assert was != seen("def helper(): return 1\ndef test_a(): helper()\n")
-
-
 def test_without_a_passing_control_nothing_is_taken_out(tmp_path, planted):
     shutil.copytree(planted, tmp_path, dirs_exist_ok=True)
     edit(tmp_path / "multigpu.py", ("planted_needed = total_epochs", "pass"))
