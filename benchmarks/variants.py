@@ -6,11 +6,10 @@
 Both do the same job: the same samples, the same model, which is larger than the
 scripts' own, and the same number of processes. In a turn a script starts anew and
 trains two epochs. The second one is measured: steps per second, the bytes that a rank
-sends in a step, and the peak of a rank's memory. A variant with `--accumulate` is then
-measured on a slow network as well, where each rank has a host of its own.
+sends in a step, and the peak of a rank's memory.
 
 As root on Linux, the ranks run on a network that nobody else uses, and its cards count
-the bytes. Elsewhere they are not counted, and there is no slow network.
+the bytes. Elsewhere they are not counted. benchmarks/scaling.py has slow networks.
 """
 
 import contextlib
@@ -31,8 +30,6 @@ from tools.scripts import SCRIPTS, variants
 
 WIDTH = 512  # of the model's hidden layers
 NPROCS = 2  # if the script runs in several
-# On the slow network: micro-batches in a step, samples in each, Mbit/s each way.
-ACCUMULATE, MICRO_BATCH, MBIT = 8, 32, 100
 TIMEOUT_S = 1800  # that one run of a script may take
 
 
@@ -102,20 +99,8 @@ class Edge:
         return figures
 
 
-def compare(title, parent, variant, rounds, **columns):
-    """Let both take turns, and print the table."""
-    contestants = {"parent": parent, "variant": variant}
-    turns = report.take_turns(contestants, rounds, warm_up=0)
-    first, second = turns["parent"][-1], turns["variant"][-1]
-    print(
-        f"\n{title}\n{second['weights']:,.0f} weights; loss {first['loss']:.6f} of the"
-        f" parent, {second['loss']:.6f} of the variant"
-    )
-    report.print_table("", turns, **columns)
-
-
-def compare_steps(edge, args):
-    """A step of the same samples on both sides."""
+def compare(edge, args):
+    """Let both take turns with steps of the same samples, and print the table."""
     options, steps = launch.options_of(edge.name), args.steps
     ranks = NPROCS if edge.name in launch.DISTRIBUTED else 1
     together = args.batch_size * ranks
@@ -124,39 +109,24 @@ def compare_steps(edge, args):
         job = together * steps, launch.batch_size(script, together, NPROCS), *its
         return functools.partial(edge.run, script, *job, memory=True)
 
-    title = f"{' '.join([edge.name, *options])} beside {edge.parent}"
+    contestants = {"parent": run(edge.parent), "variant": run(edge.name, *options)}
+    turns = report.take_turns(contestants, args.rounds, warm_up=0)
+    first, second = turns["parent"][-1], turns["variant"][-1]
+    print(
+        f"\n{' '.join([edge.name, *options])} beside {edge.parent}\n"
+        f"{second['weights']:,.0f} weights; loss {first['loss']:.6f} of the parent,"
+        f" {second['loss']:.6f} of the variant"
+    )
     columns = {
         "steps/s": (",.1f", lambda x: steps / x["seconds"]),
         "MB sent in a step": (",.3f", lambda x: x["sent_bytes"] / steps / 1e6),
         "peak MB": (",.1f", lambda x: x["peak_bytes"] / 1e6),
     }
-    sides = run(edge.parent), run(edge.name, *options)
-    compare(title, *sides, args.rounds, **columns)
-
-
-def compare_slow(edge, args):
-    """The same samples in the same micro-batches on a slow network.
-
-    The parent makes a step of each, and the variant one of ACCUMULATE together.
-    """
-    size = MICRO_BATCH * ACCUMULATE  # samples of each rank
-    samples, options = size * NPROCS, ("--accumulate", ACCUMULATE)
-    title = f"{edge.name} --accumulate {ACCUMULATE} beside {edge.parent}: {NPROCS}"
-    title += f" hosts,\n{MBIT} Mbit/s each way, micro-batches of {MICRO_BATCH} samples"
-    byte_s = 8 / (MBIT * 1e6)
-    columns = {
-        "samples/s": (",.1f", lambda x: samples / x["seconds"]),
-        "kB sent per sample": (",.3f", lambda x: x["sent_bytes"] / size / 1e3),
-        "time on the wire": (".1%", lambda x: x["sent_bytes"] * byte_s / x["seconds"]),
-    }
-    parent = functools.partial(edge.run, edge.parent, samples, MICRO_BATCH)
-    variant = functools.partial(edge.run, edge.name, samples, size, *options)
-    compare(title, parent, variant, args.rounds, **columns)
+    report.print_table("", turns, **columns)
 
 
 def main(args):
     names = [args.name] if args.name else variants()
-    slow = [name for name in names if "--accumulate" in launch.options_of(name)]
     device = utils.device_type("auto", distributed=True)
     reason = why_no_networks(device)
     sent = f"not counted: {reason}" if reason else "as the network card counts"
@@ -169,17 +139,10 @@ def main(args):
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.callback(end_all)
-        hosts = []
-        if not reason:
-            hosts = stack.enter_context(Hosts(NPROCS if slow else 1, folder))
+        hosts = [] if reason else stack.enter_context(Hosts(1, folder))
         networks = [f"/proc/{host.pid}/ns/net" for host in hosts]
-        how = device, NPROCS
         for name in names:
-            compare_steps(Edge(name, folder / name, networks[:1], *how), args)
-        for host in hosts:
-            host.slow(f"{MBIT}mbit")
-        for name in slow if hosts else []:
-            compare_slow(Edge(name, folder / "slow", networks, *how), args)
+            compare(Edge(name, folder / name, networks, device, NPROCS), args)
 
 
 if __name__ == "__main__":

@@ -27,32 +27,21 @@ def test_the_loop_of_single_gpu_trains_as_the_bare_loop():
     loop.check_weights(bare, ours)
 
 
-def rows_of(text):
-    """[medians of the four cells] of each row: the parent's and the variant's."""
-    cells = 4 * r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
-    rows = re.findall(f"^(?:parent|variant){cells}$", text, re.M)
-    return [[float(x.replace(",", "")) for x in row] for row in rows]
-
-
 @needs_networks
 def test_a_variant_is_measured_beside_its_parent():
-    """On a slow network too, where accumulation saves bytes and time."""
     name = "variants/gradient_accumulation.py"
     options = name, "--steps", 2, "--batch-size", 32, "--rounds", 1
     done = Fork(["python", "-m", "benchmarks.variants", *options], ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
-    slow_title = f"{name} --accumulate 8 beside multigpu.py: 2 hosts"
-    quick, slow = done.stdout.split(slow_title)
-    assert f"{name} --accumulate 4 beside multigpu.py\n{WEIGHTS:,} weights" in quick
-    losses = re.search(r"loss (\S+) of the parent, (\S+) of the variant", quick)
+    title = f"{name} --accumulate 4 beside multigpu.py\n{WEIGHTS:,} weights"
+    assert title in done.stdout
+    losses = re.search(r"loss (\S+) of the parent, (\S+) of the variant", done.stdout)
     assert float(losses[1]) == pytest.approx(float(losses[2]), abs=2e-6)
-    parent, variant = rows_of(quick)
+    cells = 4 * r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
+    rows = re.findall(f"^(?:parent|variant){cells}$", done.stdout, re.M)
+    parent, variant = ([float(x.replace(",", "")) for x in row] for row in rows)
     assert variant[1] == pytest.approx(variant[0] / parent[0], abs=0.05)
     assert variant[2] == pytest.approx(parent[2], rel=0.05), "as many bytes"
-    parent, variant = rows_of(slow)
-    assert variant[2] / parent[2] == pytest.approx(1 / 8, abs=0.005), "a sample's bytes"
-    assert variant[1] > 2, "times the samples/s: the rest of the time is computing"
-    assert 50 < parent[3] < 103, "percent of the time"
 
 
 @needs_networks
