@@ -4,6 +4,7 @@ tests/standin/standin.cpp says what it is. It needs g++ and ninja: a minute once
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -93,3 +94,38 @@ def test_more_ranks_than_devices_end_with_what_to_type(name, tmp_path):
     assert lines == [f"{name}: error: {LINES[name]} --device cpu"]
     done = train(script, 1, 1, "--device", "cpu", **how)
     assert done.stdout.startswith("2 x cpu, ")
+
+
+MODULE = """import runpy, sys
+sys.path.append(sys.argv.pop(1))
+if sys.argv[1] == "standin":
+    sys.argv.pop(1)
+    import standin
+    standin.register()
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+GPT = "mingpt.train --steps 4 --preset nano --compile off --precision fp32"
+LOOP = "variants.train_loop 2 1 --gpu-mode"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [GPT, f"{GPT} --shard", f"{LOOP} dp", f"{LOOP} ddp", f"{LOOP} ddp2"],
+)
+def test_a_module_trains_as_on_the_cpu(words, tmp_path):
+    (tmp_path / "module.py").write_text(MODULE)
+    start = ["python"]
+    if not words.endswith(" dp"):
+        start = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    printed = []
+    for place in [], ["standin"]:
+        (folder := tmp_path / f"{place}").mkdir()
+        how = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+        words_of_it = [*start, tmp_path / "module.py", ROOT / "tests", *place]
+        done = Fork([*words_of_it, *words.split()], folder, **how).finish()
+        assert done.returncode == 0, done.stderr
+        assert ("x standin, " in done.stdout) == bool(place)
+        speed = r"[\d,]+ (tokens|samples)/s"
+        lines = re.sub(speed, "", done.stdout).splitlines()
+        printed.append([x for x in lines if " loss " in x])
+    assert printed[0] == printed[1] != []

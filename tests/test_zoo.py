@@ -39,7 +39,7 @@ all | one head overflows | Refused: epoch 1: loss nan | NaN replaces no snapshot
 all | loss with a parameter | Refused: the optimizer has parameters | DDP lacks them
 all | LBFGS | TypeError: LBFGS.step() missing | it computes the loss, several times
 DDP | unused | RuntimeError: Expected to have finished | DDP waits for it
-DDP | unused in the last step | Refused: epoch 2: loss | the ranks differ
+DDP | unused in the last step | saved, Refused: epoch 2: loss | ranks differ; 1 is saved
 multigpu | BatchNorm | differs | each rank has statistics of its own
 multigpu | dropout | differs | each rank draws numbers of its own
 multigpu, ddp2 | class weights | differs | each rank divides by its own sum of weights
