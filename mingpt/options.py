@@ -34,7 +34,8 @@ PRESETS = {
 }
 PRESETS = {k: dict(zip([*SIZES, *STEPS], x, strict=True)) for k, x in PRESETS.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-AMX = "_is_amx_tile_supported"  # whether the CPU multiplies matrices of bfloat16
+# What CPUs may have to multiply matrices of bfloat16 with
+BF16 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
 
 
 def make_parser(doc):
@@ -111,7 +112,7 @@ def settle(args, device):
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             args.precision = "bf16" if native else "fp16"
-        elif device.type == "cpu" and getattr(torch.cpu, AMX, bool)():
+        elif device.type == "cpu" and any(getattr(torch.cpu, x, bool)() for x in BF16):
             args.precision = "bf16"  # it is faster on this processor
     if args.compile == "auto":
         args.compile = "on" if can_compile(device) else "off"
