@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from mingpt import batches, data
 from mingpt import tokenizer as tokenizers_of_ours
-from tools.proofs.warm import Fork
-from tools.scripts import ROOT
 
 END = "<|endoftext|>"
 # All that a cut could go wrong at: CRLF, a BOM, tabs, blank lines, 1 to 4 bytes.
@@ -117,6 +115,7 @@ def test_bad_input_ends_in_one_line(tmp_path, capfd):
 
 
 def test_the_tokens_are_the_text_and_nothing_is_changed(kind, tmp_path, monkeypatch):
+    """Also with a tokenizer that comes back from its state."""
     path = write(tmp_path / "text.txt", TRICKY * 20)
     for piece in (1 << 20, 50):  # whatever is read at a time
         monkeypatch.setattr(data, "PIECE", piece)
@@ -126,6 +125,11 @@ def test_the_tokens_are_the_text_and_nothing_is_changed(kind, tmp_path, monkeypa
         assert corpus.train.dtype == corpus.val.dtype == np.uint16
         assert max(corpus.train.max(), corpus.val.max()) < corpus.vocab_size
         assert f"{len((TRICKY * 20).encode()):,} bytes" in corpus.description
+    tokenizer = corpus.tokenizer
+    again = tokenizers_of_ours.make_tokenizer(json.loads(json.dumps(tokenizer.state())))
+    assert again.vocab_size == tokenizer.vocab_size
+    assert (ids := again.encode(TRICKY)) == tokenizer.encode(TRICKY)
+    assert again.decode(ids) == again.decode(torch.tensor(ids)) == TRICKY
 
 
 def test_more_than_65536_tokens_need_32_bits(tmp_path):
@@ -138,16 +142,6 @@ def test_more_than_65536_tokens_need_32_bits(tmp_path):
     source, targets = batches.Blocks(corpus.train, 9).__getitems__([7])
     assert source.dtype == targets.dtype == torch.int64
     assert corpus.tokenizer.decode(source[0]) == text[7:16]
-
-
-def test_a_tokenizer_comes_back_from_its_state(kind, tmp_path):
-    path = write(tmp_path / "text.txt", TRICKY)
-    tokenizer = data.prepare(path, kind, tmp_path / "cache").tokenizer
-    again = tokenizers_of_ours.make_tokenizer(json.loads(json.dumps(tokenizer.state())))
-    ids = again.encode(TRICKY)
-    assert ids == tokenizer.encode(TRICKY)
-    assert again.decode(ids) == again.decode(torch.tensor(ids)) == TRICKY
-    assert again.vocab_size == tokenizer.vocab_size
 
 
 def test_all_tokenizers_validate_on_the_same_text(bpe, tmp_path):
@@ -247,15 +241,6 @@ def test_what_is_not_whole_does_not_count(counted, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", beaten)
     assert len(whole(data.prepare(text, "chars", cache))) == 4 * 99
     assert len(counted) == 2
-
-
-def test_command(tmp_path):
-    words = ["python", "-m", "mingpt.data", write(tmp_path / "a.txt", "ab\n" * 99)]
-    done = Fork([*words, "--tokenizer", "bytes"], tmp_path, PYTHONPATH=ROOT).finish()
-    assert re.fullmatch(
-        r".*a.txt: 297 bytes, 270 .* 27 .* vocabulary of 256\n", done.stdout
-    )
-    assert len(list((tmp_path / "tokens").iterdir())) == 1
 
 
 # Make batches
