@@ -1,7 +1,5 @@
 """cluster/preflight.py on hosts with planted faults: each is named, and no other."""
 
-import importlib
-import os
 import re
 import sys
 
@@ -9,7 +7,7 @@ import pytest
 
 from tests.conftest import needs_hosts
 from tools.proofs import processes
-from tools.proofs.hosts import Hosts
+from tools.proofs.hosts import PATH, Hosts
 from tools.proofs.launch import plant
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
@@ -21,6 +19,16 @@ QUIET = {"PYTHONWARNINGS": "ignore"}
 # Drops every TCP packet to a port above 30000 that has SYN and not ACK: classic BPF.
 NO_SYN = "9,48 0 0 23,21 0 6 6,48 0 0 47,84 0 0 18,21 0 3 2,40 0 0 36,53 0 1 30000"
 NO_SYN += ",6 0 0 2,6 0 0 0"
+# What `nvidia-smi -q` says of a GPU: its name, whether hardware slows it, its errors.
+GPU = """
+GPU {}
+        HW Slowdown                   : {}
+            HW Thermal Slowdown       : Not Active
+        Volatile
+            DRAM Correctable          : 7
+            DRAM Uncorrectable        : {}
+        Aggregate
+            DRAM Uncorrectable        : 5"""
 NAMES = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(5))
 
 
@@ -69,6 +77,14 @@ def plant_ports(host, *states):
     host.run("mount", "--bind", folder, "/sys/class")
 
 
+def plant_gpus(folder, *states):
+    """The PATH to an nvidia-smi that has GPUs in these states."""
+    script, answer = folder / "nvidia-smi", "".join(GPU.format(*x) for x in states)
+    script.write_text(f"#!/bin/sh\ncat <<END\n{answer}\nEND\n")
+    script.chmod(0o755)
+    return f"{folder}:{PATH}"
+
+
 def test_a_healthy_cluster(tmp_path):
     with Hosts(2, tmp_path) as hosts:
         # A busy machine may not have the Gbit/s that are expected by default.
@@ -90,7 +106,9 @@ def test_faults_of_a_host(tmp_path):
         # GPUs, as the NVIDIA driver shows them, whatever torch sees.
         node1.run("mount", "-t", "tmpfs", "tmpfs", "/proc/driver")
         node1.run("mkdir", "-p", *(f"/proc/driver/nvidia/gpus/{x}" for x in range(2)))
+        states = ("well", "Not Active", "N/A"), ("hot", "Active", 0), ("bad", "", 2)
         how = {"script": with_fault(tmp_path, "wrong"), "GLOO_SOCKET_IFNAME": "ib0"}
+        how["PATH"] = plant_gpus(tmp_path, *states)
         jobs = [start(node0, 2, "--cpu", "--max-restarts=1"), start(node1, 2, **how)]
         slow = r"^slow link, rank {0} on node{0} to rank {1} on node{1}: [01]\.\d+ "
         slow += r"Gbit/s; 10 expected"
@@ -103,6 +121,8 @@ def test_faults_of_a_host(tmp_path):
             r"^node1: there is no interface ib0, and there is lo, eth0; others could",
             r"^node1: /dev/shm has 64 MiB, and may need 256 MiB",
             r"^node1: there are 2 GPUs, and torch \S+ can use none$",
+            r"^node1: GPU hot says HW Slowdown : Active$",
+            r"^node1: GPU bad says DRAM Uncorrectable : 2$",
             slow.format(0, 1),
             r"^rank 1 on node1 multiplies wrongly",
             r"^rank 1 .*: all-reduce is wrong: bfloat16, float32 \(gloo group\)$",
@@ -124,34 +144,6 @@ def test_a_slow_card(tmp_path):
         link = r"^slow link, rank 3 on node1 to rank 1 on node0: 0\.0\d Gbit/s; 0\.2 "
         assert_found(jobs, link)
         assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in jobs[0].output
-
-
-def test_gpus_that_torch_cannot_use_and_gpus_that_are_not_well(monkeypatch, tmp_path):
-    gpu = """
-GPU {}
-        HW Slowdown                   : {}
-            HW Thermal Slowdown       : Not Active
-        Volatile
-            DRAM Correctable          : 7
-            DRAM Uncorrectable        : {}
-        Aggregate
-            DRAM Uncorrectable        : 5"""
-    states = ("well", "Not Active", "N/A"), ("hot", "Active", 0), ("bad", "", 2)
-    answer = "".join(gpu.format(*state) for state in states)
-    script = tmp_path / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\ncat <<END\n{answer}\nEND\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    preflight = importlib.import_module("preflight")
-    monkeypatch.setattr(preflight.torch.accelerator, "device_count", lambda: 99)
-    monkeypatch.setattr(preflight.torch.accelerator, "is_available", lambda: False)
-    blind, *found = [(kind, what) for kind, what, _ in preflight.find_in_gpus()]
-    assert re.match(r"there are \d+ GPUs, and torch \S+ can use none", blind[1])
-    assert found == [
-        ("FAIL", "GPU hot says HW Slowdown : Active"),
-        ("FAIL", "GPU bad says DRAM Uncorrectable : 2"),
-    ]
 
 
 def test_who_does_not_come_and_who_cannot_connect(tmp_path):
