@@ -71,10 +71,6 @@ def kind(request):
 # Find the text
 
 
-def test_a_text_that_every_python_has(tmp_path):
-    assert len(whole(data.prepare(cache=tmp_path))) > 100_000
-
-
 def test_files_are_sorted_and_count_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "d/c.txt", "d/e/f.txt", "d/.hidden", "d/.git/g.txt", "a.md"):

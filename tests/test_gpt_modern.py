@@ -50,23 +50,6 @@ def test_each_change_works_alone_and_the_others_without_it(change, which):
     assert has_muon == ("Muon" in changes)
 
 
-# All changes together
-
-
-def test_autocast_keeps_the_attention_in_16_bits():
-    seen = []
-
-    def attend(*tensors):
-        seen.append(module.attention(*tensors).dtype)
-        return module.attention(*tensors)
-
-    model = awake(build(module, attention=attend)).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = model(tokens(model), tokens(model, seed=7))
-    assert set(seen) == {torch.bfloat16}
-    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
-
-
 # What each change claims
 
 

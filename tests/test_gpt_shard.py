@@ -49,7 +49,6 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
     (own := tmp_path_factory.mktemp("own")).joinpath("own.py").write_text(OWN)
 
     def run(folder, *options, good=True, **how):
-        folder.mkdir(exist_ok=True)
         how |= {"cwd": folder, "PYTHONPATH": f"{ROOT}:{own}"}
         done = gpt(*OPTIONS, *options, **how)
         assert (done.returncode == 0) == good, done.stdout + done.stderr

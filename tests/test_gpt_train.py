@@ -39,6 +39,7 @@ def gpt(text):
     """
 
     def get(*options, cwd, nprocs=None, real="", **env):
+        cwd.mkdir(exist_ok=True)
         script = [FAULTS] if "DO" in env else ["-m", "mingpt.train"]
         words = ["python"]
         if nprocs:
@@ -111,7 +112,6 @@ def test_world_sizes_train_the_same(gpt, tmp_path, nprocs):
     found = []
     for count, accumulate in ((None, 1), (nprocs, 1), (nprocs, 2)):
         folder = tmp_path / f"{count}.{accumulate}"
-        folder.mkdir()
         batch = ["--batch-size", 8 // (count or 1), "--accumulate", accumulate]
         trained(gpt, *options, *batch, cwd=folder, nprocs=count, DO="float64")
         found.append((weights(folder / "mingpt.pt"), metrics(folder)))
@@ -143,8 +143,6 @@ def test_resume(gpt, whole, tmp_path, signal, status, resumes_at):
 def test_resume_compiled(gpt, tmp_path):
     """Also with two threads, which share the sum of an embedding's gradient."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
     options = [*RESUMABLE, "--compile", "on"]
     env = {"OMP_NUM_THREADS": 2, "real": "a fork has no pool that compiles"}
     trained(gpt, *options, cwd=whole, **env)
@@ -166,8 +164,6 @@ def test_resume_compiled(gpt, tmp_path):
 def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     reference, stopped = tmp_path / "a", tmp_path / "b"
-    reference.mkdir()
-    stopped.mkdir()
     options = [*RESUMABLE, "--model", *model.split()]
     trained(gpt, *options, cwd=reference, nprocs=2)
     env = {"DO": "sigterm", "AT_STEP": 8, "RANK_ONLY": 1}
