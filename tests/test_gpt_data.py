@@ -68,9 +68,6 @@ def kind(request):
     return request.getfixturevalue("bpe") if request.param == "bpe" else request.param
 
 
-# Find the text
-
-
 def test_files_are_sorted_and_count_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "d/c.txt", "d/e/f.txt", "d/.hidden", "d/.git/g.txt", "a.md"):
@@ -105,9 +102,6 @@ def test_bad_input_ends_in_one_line(tmp_path, capfd):
     check_fails(capfd, "cannot keep the tokens", data.prepare, text, "chars", text)
     encode = tokenizers_of_ours.CharTokenizer("abc").encode
     check_fails(capfd, "has no 'é'", encode, "é")
-
-
-# Turn text into numbers
 
 
 def test_the_tokens_are_the_text_and_nothing_is_changed(kind, tmp_path, monkeypatch):
@@ -179,9 +173,6 @@ def test_validation_has_about_a_megabyte_at_most(tmp_path, monkeypatch):
     assert len(data.prepare(path, "chars", tmp_path / "cache").val) <= 500
 
 
-# Encode once
-
-
 @pytest.fixture
 def counted(monkeypatch):
     """The places that were encoded."""
@@ -237,9 +228,6 @@ def test_what_is_not_whole_does_not_count(counted, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", beaten)
     assert len(whole(data.prepare(text, "chars", cache))) == 4 * 99
     assert len(counted) == 2
-
-
-# Make batches
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

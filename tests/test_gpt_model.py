@@ -25,9 +25,6 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 both = pytest.mark.parametrize("which", [module, modern], ids=["model", "modern"])
 
 
-# The future
-
-
 @both
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -68,9 +65,6 @@ def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
         assert model.transformer.h[0].attn.attention is its.attention
         if precision == "bf16":  # a model of your own may have no such field
             monkeypatch.delattr(which.GPTConfig, "attention", raising=False)
-
-
-# The loss
 
 
 @both
@@ -130,9 +124,6 @@ def test_checkpoint_changes_the_memory_and_no_gradient():
     torch.testing.assert_close(found[1][1:], found[0][1:], rtol=0, atol=0)
 
 
-# Speed
-
-
 def test_attention_is_fused_and_copies_nothing():
     model = build(module).float()
     with torch.profiler.profile() as seen:
@@ -141,9 +132,6 @@ def test_attention_is_fused_and_copies_nothing():
     kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert names.count(kernel) == model.config.n_layer
     assert not {"aten::clone", "aten::_to_copy"} & {*names}
-
-
-# Generation
 
 
 @both
@@ -197,9 +185,6 @@ def test_temperature_and_top_k_choose():
     assert shares(0, None).tolist() == shares(1.0, 1).tolist() == [0, 1, 0, 0]
 
 
-# Sizes
-
-
 @pytest.mark.parametrize(
     "preset, parameters", [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200)]
 )
@@ -245,9 +230,6 @@ def test_too_many_tokens_are_refused():
     model = build(module)
     with pytest.raises(ValueError, match="17 tokens: block_size is 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
-
-
-# The optimizer
 
 
 def test_only_matrices_and_embeddings_decay():
