@@ -50,14 +50,10 @@ def pages(site):
     )
 
 
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture(scope="session")
 def address(site):
-    handler = functools.partial(QuietHandler, directory=site)
+    handler = http.server.SimpleHTTPRequestHandler
+    handler = functools.partial(handler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}/"
