@@ -67,6 +67,16 @@ def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
             monkeypatch.delattr(which.GPTConfig, "attention", raising=False)
 
 
+@pytest.mark.parametrize("has", ["", *options.BF16])
+def test_auto_is_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has):
+    """By AMX, or by AVX512_BF16 alone, as AMD's processors since Zen 4."""
+    for name in options.BF16:
+        monkeypatch.setattr(torch.cpu, name, lambda here=name == has: here)
+    args = SimpleNamespace(precision="auto", compile="off")
+    options.settle(args, torch.device("cpu"))
+    assert args.precision == ("bf16" if has else "fp32")
+
+
 @both
 def test_overfits(which):
     check_overfits(which)
