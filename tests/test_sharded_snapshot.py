@@ -26,8 +26,10 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     pieces += losses(train(script, 2, 1, cwd=tmp_path))
     path, copy = tmp_path / "snapshot.pt", tmp_path / "copy.pt"
     shutil.copy(path, copy)  # what it saves leaves the folder of the other file alone
+    remove = "            shutil.rmtree(old_folder"  # twice: it may be gone already
+    twice = plant(NAME, tmp_path / "twice", (remove, f"{remove}); {remove.strip()}"))
     four = "--batch-size", 16, "--snapshot-path", copy
-    pieces += losses(train(script, 4, 1, *four, cwd=tmp_path, nprocs=4))
+    pieces += losses(train(twice, 4, 1, *four, cwd=tmp_path, nprocs=4))
     copy.replace(path)
     done = run_script(tmp_path / "one_file.py", cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
