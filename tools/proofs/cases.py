@@ -198,8 +198,7 @@ def take(makers, names, replaced, left_out, alone_first):
         ways = [together if name in launch.DISTRIBUTED else alone]
         for ranks in [alone] * (name in alone_first) + ways:
             found[name] = {}
-            if name in launch.DISTRIBUTED:
-                ranks.meet()
+            ranks.meet() if name in launch.DISTRIBUTED else leave()
             for case in [x for x in makers if (name, x) not in left_out]:
                 others = [trained.get((x, case)) for x in ancestry(name)]
                 others = [None, *(x for x in others if x and ranks in ways)]
