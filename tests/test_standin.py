@@ -32,7 +32,7 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
     line = "device = utils.set_device(args.device, rank, world_size)"
     script = on_standin("multigpu.py", tmp_path, (line, line.replace(" rank", " 0")))
     done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
-    assert "ranks 0 and 1 use one device" in done.stderr
+    assert " use one device" in done.stderr
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -51,6 +51,8 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
         assert f"{ranks} x standin, " in done.stdout
     assert found == losses(runs(name, devices)[1])
     seen = [json.loads(x.read_text()) for x in tmp_path.glob("seen.*.json")]
+    if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
+        seen = [{k: x[k] for k in x if k != "waits"} for x in seen]
     once = (
         "DistributedDataParallel(" in script.read_text()
     )  # DDP sends its buckets' order
