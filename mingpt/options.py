@@ -34,7 +34,7 @@ PRESETS = {
 }
 PRESETS = {k: dict(zip([*SIZES, *STEPS], x, strict=True)) for k, x in PRESETS.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What CPUs may have to multiply matrices of bfloat16 with
+# Either multiplies matrices of bfloat16 on a CPU.
 BF16 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
 
 

@@ -19,7 +19,7 @@ QUIET = {"PYTHONWARNINGS": "ignore"}
 # Drops every TCP packet to a port above 30000 that has SYN and not ACK: classic BPF.
 NO_SYN = "9,48 0 0 23,21 0 6 6,48 0 0 47,84 0 0 18,21 0 3 2,40 0 0 36,53 0 1 30000"
 NO_SYN += ",6 0 0 2,6 0 0 0"
-# What `nvidia-smi -q` says of a GPU: its name, whether hardware slows it, its errors.
+# From `nvidia-smi -q`: the name of a GPU, whether hardware slows it, its errors.
 GPU = """
 GPU {}
         HW Slowdown                   : {}

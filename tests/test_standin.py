@@ -53,9 +53,8 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     seen = [json.loads(x.read_text()) for x in tmp_path.glob("seen.*.json")]
     if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
         seen = [{k: x[k] for k in x if k != "waits"} for x in seen]
-    once = (
-        "DistributedDataParallel(" in script.read_text()
-    )  # DDP sends its buckets' order
+    # DDP sends the order of its buckets, once.
+    once = "DistributedDataParallel(" in script.read_text()
     assert seen == [{"copies that wait": 2} if once else {}] * ranks
 
 
