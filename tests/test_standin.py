@@ -19,18 +19,15 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja"))), reason=WHY),
 ]
-STANDIN = {"STANDIN": ROOT / "tests" / "standin"}
-
-
-def on_standin(name, folder, *changes, hooks=("standin:devices",)):
-    """A copy of a script that finds stand-ins where it looks for GPUs."""
-    return plant(name, folder / "copy", *changes, hooks=hooks)
+STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
 
 
 def test_two_ranks_on_one_device_are_refused(tmp_path):
     """As NCCL refuses them, so that the other tests show what it would."""
     line = "device = utils.set_device(args.device, rank, world_size)"
-    script = on_standin("multigpu.py", tmp_path, (line, line.replace(" rank", " 0")))
+    script = plant(
+        "multigpu.py", tmp_path / "copy", (line, line.replace(" rank", " 0"))
+    )
     done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
     assert " use one device" in done.stderr
 
@@ -39,7 +36,7 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     """Two devices also resume. In a step, nothing waits for a device."""
-    script = on_standin(name, tmp_path, hooks=["standin:devices", "standin"])
+    script = plant(name, tmp_path / "copy", hooks=["standin"])
     how = {"cwd": tmp_path, "nprocs": devices, "STANDIN_DEVICES": devices, **STANDIN}
     found = []
     resumes = devices == 2 and "real_job" not in name  # its rate follows from the end
@@ -60,17 +57,14 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
 
 def test_the_group_is_on_the_ranks_device(tmp_path):
     """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
-    script = on_standin("multigpu.py", tmp_path)
-    train(script, 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
+    train(ROOT / "multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
 
 
 def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
-    name = "variants/multinode_spawn.py"
-    script = on_standin(name, tmp_path)
     words = ["python", "-m", "variants.multinode_spawn", 2, 1, "--nodes", 2]
     words += ["--nprocs", 2, "--master-port", 29517, "--nr"]
-    how = {"PYTHONPATH": script.parent.parent, "STANDIN_DEVICES": 4, **STANDIN}
+    how = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "STANDIN_DEVICES": 4}
     forks = []
     for machine in range(2):
         (folder := tmp_path / str(machine)).mkdir()
@@ -87,7 +81,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_more_ranks_than_devices_end_with_what_to_type(name, tmp_path):
-    script = on_standin(name, tmp_path)
+    script = ROOT / name
     how = {"cwd": tmp_path, "STANDIN_DEVICES": 1, **STANDIN}
     done = launch(script, 1, 1, real="a fork's torchrun waits for 30 s", **how)
     assert done.returncode != 0
@@ -97,14 +91,6 @@ def test_more_ranks_than_devices_end_with_what_to_type(name, tmp_path):
     assert done.stdout.startswith("2 x cpu, ")
 
 
-MODULE = """import runpy, sys
-sys.path.append(sys.argv.pop(1))
-if sys.argv[1] == "standin":
-    sys.argv.pop(1)
-    import standin
-    standin.register()
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
 GPT = "mingpt.train --steps 4 --preset nano --compile off --precision fp32"
 LOOP = "variants.train_loop 2 1 --gpu-mode"
 
@@ -114,18 +100,16 @@ LOOP = "variants.train_loop 2 1 --gpu-mode"
     [GPT, f"{GPT} --shard", f"{LOOP} dp", f"{LOOP} ddp", f"{LOOP} ddp2"],
 )
 def test_a_module_trains_as_on_the_cpu(words, tmp_path):
-    (tmp_path / "module.py").write_text(MODULE)
     start = ["python"]
     if not words.endswith(" dp"):
         start = ["torchrun", "--standalone", "--nproc-per-node=2"]
     printed = []
-    for place in [], ["standin"]:
-        (folder := tmp_path / f"{place}").mkdir()
-        how = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-        words_of_it = [*start, tmp_path / "module.py", ROOT / "tests", *place]
-        done = Fork([*words_of_it, *words.split()], folder, **how).finish()
+    for path in ROOT, f"{ROOT}:{STANDIN['PYTHONPATH']}":
+        (folder := tmp_path / f"{len(printed)}").mkdir()
+        how = {"PYTHONPATH": path, "OMP_NUM_THREADS": 1}
+        done = Fork([*start, "-m", *words.split()], folder, **how).finish()
         assert done.returncode == 0, done.stderr
-        assert ("x standin, " in done.stdout) == bool(place)
+        assert ("x standin, " in done.stdout) == (path != ROOT)
         speed = r"[\d,]+ (tokens|samples)/s"
         lines = re.sub(speed, "", done.stdout).splitlines()
         printed.append([x for x in lines if " loss " in x])

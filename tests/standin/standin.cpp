@@ -36,7 +36,6 @@ struct Allocator final : c10::Allocator {
     auto memory = size ? std::malloc(size) : nullptr;
     return {memory, memory, &std::free, Device(TYPE, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 } allocator;
 REGISTER_ALLOCATOR(TYPE, &allocator);
@@ -45,30 +44,20 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
   Device getDevice() const override { return {TYPE, current}; }
   void uncheckedSetDevice(Device x) const noexcept override { current = x.index(); }
   void setDevice(Device x) const override {
-    bool exists = x.index() >= 0 && x.index() < count();
-    TORCH_CHECK(exists, "invalid device ordinal\nas CUDA says it, in several lines");
+    TORCH_CHECK(x.index() < count(), "invalid device ordinal\nas CUDA says it, in several lines");
     current = x.index();
   }
-  Device exchangeDevice(Device x) const override {
-    auto old = getDevice();
-    setDevice(x);
-    return old;
-  }
+  Device exchangeDevice(Device x) const override { return {TYPE, std::exchange(current, x.index())}; }
   DeviceIndex deviceCount() const noexcept override { return count(); }
   Stream getStream(Device x) const noexcept override { return Stream(Stream::DEFAULT, x); }
-  Stream getDefaultStream(Device x) const override { return getStream(x); }
   Stream getNewStream(Device x, int) const override { return getStream(x); }
   Stream exchangeStream(Stream x) const noexcept override { return getStream(x.device()); }
-  using Clock = std::chrono::steady_clock;
   void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override {
-    if (!*event) *event = new Clock::time_point;
-    *(Clock::time_point*)*event = Clock::now();
+    if (!*event) *event = new double;
+    *(double*)*event = c10::getTime() * 1e-6;  // ms
   }
-  double elapsedTime(void* a, void* b, DeviceIndex) const override {
-    auto time = *(Clock::time_point*)b - *(Clock::time_point*)a;
-    return std::chrono::duration<double, std::milli>(time).count();
-  }
-  void destroyEvent(void* x, DeviceIndex) const noexcept override { delete (Clock::time_point*)x; }
+  double elapsedTime(void* a, void* b, DeviceIndex) const override { return *(double*)b - *(double*)a; }
+  void destroyEvent(void* x, DeviceIndex) const noexcept override { delete (double*)x; }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override { seen["waits"]++; }
@@ -78,29 +67,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-struct Generator : at::CPUGeneratorImpl {
-  Generator(DeviceIndex index) { device_ = Device(TYPE, index), key_set_ = KEYS; }
-};
-
 struct Hooks : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
   bool isAvailable() const override { return count() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return count(); }
-  DeviceIndex getCurrentDevice() const override { return current; }
-  void setCurrentDevice(DeviceIndex x) const override { current = x; }
-  DeviceIndex exchangeDevice(DeviceIndex x) const override { return std::exchange(current, x); }
-  DeviceIndex maybeExchangeDevice(DeviceIndex x) const override {
-    return x < 0 ? current : exchangeDevice(x);
-  }
-  const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
-    static std::map<DeviceIndex, at::Generator> all;
-    index = index < 0 ? current : index;
-    return all.try_emplace(index, at::make_generator<Generator>(index)).first->second;
-  }
-  at::Generator getNewGenerator(DeviceIndex index) const override {
-    return at::make_generator<Generator>(index < 0 ? current : index);
-  }
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(); }
   Device getDeviceFromPtr(void*) const override { return {TYPE, current}; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto memory = allocator.allocate(size);
@@ -119,15 +89,15 @@ Tensor on_cpu(const Tensor& x) {  // the same memory
 using Dtype = std::optional<at::ScalarType>;
 using Layout = std::optional<at::Layout>;
 using Place = std::optional<Device>;
-using Format = std::optional<at::MemoryFormat>;
+using Pinned = std::optional<bool>;
 using Sizes = at::IntArrayRef;
 
-Tensor empty(Sizes sizes, Dtype dtype, Layout, Place x, std::optional<bool>, Format format) {
+Tensor empty(Sizes sizes, Dtype dtype, Layout, Place x, Pinned, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(x && x->has_index() ? *x : Device(TYPE, current));
   auto kind = c10::dtype_or_default(dtype);
   return at::detail::empty_generic(sizes, &allocator, KEYS, kind, format);
 }
-Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Layout, Place x, std::optional<bool>) {
+Tensor empty_strided(Sizes sizes, Sizes strides, Dtype dtype, Layout, Place x, Pinned) {
   c10::DeviceGuard guard(x && x->has_index() ? *x : Device(TYPE, current));
   auto kind = c10::dtype_or_default(dtype);
   return at::detail::empty_strided_generic(sizes, strides, &allocator, KEYS, kind);
@@ -138,21 +108,16 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   (to.is_cpu() ? to : on_cpu(to)).copy_(from.is_cpu() ? from : on_cpu(from));
   return to;
 }
-Tensor copy_and_resize(const Tensor& from, const Tensor& to) {
-  return copy_from(from, to.resize_(from.sizes()), false);
-}
 at::Scalar item(const Tensor& x) {
   if (!falling_back) seen["waits"]++;
   return at::native::_local_scalar_dense_cpu(on_cpu(x));
 }
-Tensor& set_storage(Tensor& x, at::Storage storage) {
-  int64_t size = storage.nbytes() / x.dtype().itemsize();
-  return at::native::set_storage_cpu_(x, storage, 0, {size}, {});
+Tensor& set_storage(Tensor& x, at::Storage whole) {
+  return at::native::set_storage_cpu_(x, whole, 0, {(int64_t)whole.nbytes() / x.dtype().itemsize()}, {});
 }
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> device;
-  std::vector<std::pair<at::Generator, at::Generator>> generators;
   for (auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     if (value.isTensor() && value.toTensor().defined()) {
       auto& x = value.toTensor();
@@ -160,18 +125,12 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (x.is_cpu()) continue;
       TORCH_CHECK(!device || *device == x.device(), op.schema().name(), ": on two devices");
       device = x.device();
-    } else if (value.isGenerator() && value.toGenerator().device().type() == TYPE) {
-      auto own = value.toGenerator(), cpu = at::make_generator<at::CPUGeneratorImpl>();
-      cpu.set_state(own.get_state());
-      generators.emplace_back(own, cpu);
-      const_cast<at::IValue&>(value) = cpu;
     }
   }
   bool before = std::exchange(falling_back, true);
-  c10::DeviceGuard guard(device ? *device : Device(TYPE, current));
+  c10::DeviceGuard guard(device.value_or(Device(TYPE, current)));
   at::native::cpu_fallback(op, stack);
   falling_back = before;
-  for (auto& [own, cpu] : generators) own.set_state(cpu.get_state());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -181,7 +140,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_and_resize);
+  m.impl("_copy_from_and_resize", [](const Tensor& a, const Tensor& b) { return copy_from(a, b.resize_(a.sizes()), false); });
   m.impl("_local_scalar_dense", item);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
@@ -241,20 +200,19 @@ struct Strict : c10d::Backend {
     future->markCompleted(result);
     return c10d::Work::create_from_future(future);
   }
-#define OF_TENSORS(name, Options)                                  \
-  Work name(Tensors& x, const c10d::Options& options) override {   \
-    auto mine = taken(x);                                          \
-    return done(gloo->name(mine, options), x);                     \
+#define IN_PLACE(name, Options)                                   \
+  Work name(Tensors& x, const c10d::Options& options) override {  \
+    auto mine = taken(x);                                         \
+    return done(gloo->name(mine, options), x);                    \
   }
-#define FROM_TO(name, In, Out, Options)                                  \
-  Work name(Out& out, In& in, const c10d::Options& options) override {   \
-    auto to = taken(out);                                                \
-    auto from = taken(in);                                               \
-    return done(gloo->name(to, from, options), out);                     \
+#define FROM_TO(name, In, Out, Options)                                 \
+  Work name(Out& out, In& in, const c10d::Options& options) override {  \
+    auto to = taken(out);                                               \
+    auto from = taken(in);                                              \
+    return done(gloo->name(to, from, options), out);                    \
   }
-  OF_TENSORS(broadcast, BroadcastOptions)
-  OF_TENSORS(allreduce, AllreduceOptions)
-  OF_TENSORS(allreduce_coalesced, AllreduceCoalescedOptions)
+  IN_PLACE(broadcast, BroadcastOptions)
+  IN_PLACE(allreduce, AllreduceOptions)
   FROM_TO(allgather, Tensors, std::vector<Tensors>, AllgatherOptions)
   FROM_TO(gather, Tensors, std::vector<Tensors>, GatherOptions)
   FROM_TO(scatter, std::vector<Tensors>, Tensors, ScatterOptions)
@@ -271,7 +229,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("seen", [] { return seen; });
   m.def("current", [] { return current; });
   m.def("set_current", [](int x) { Guard().setDevice({TYPE, (DeviceIndex)x}); });
-  m.def("generator", [](int x) { return Hooks().getDefaultGenerator(x); });
   using Backend = c10::intrusive_ptr<c10d::Backend>;
   m.def("strict", [](Backend gloo) -> Backend { return c10::make_intrusive<Strict>(gloo); });
 }

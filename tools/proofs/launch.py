@@ -80,7 +80,8 @@ def as_typed(words):
 
 def environment(script, env):
     """`env`, and where Python finds a variant, or its copy, as a module."""
-    return {"PYTHONPATH": home(script)} | env
+    path = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
+    return env | {"PYTHONPATH": ":".join(map(str, [home(script), *path]))}
 
 
 def launch(

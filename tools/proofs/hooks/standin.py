@@ -1,24 +1,14 @@
-"""The accelerator is tests/standin: the environment variable STANDIN is its folder.
+"""On tests/standin: what costs time on a GPU, or fails there.
 
 seen.RANK.json: {what: how often it was seen in `_run_batch`}, of all steps together.
 """
 
 import collections
-import importlib
-import os
-import sys
 
 import torch
 from hooks import write
 
 seen = collections.Counter()
-
-
-def devices(script):
-    """Register it, if this process has none yet."""
-    if path := os.environ.get("STANDIN"):  # not in a worker from the tests' fork server
-        sys.path.append(os.path.dirname(path))
-        importlib.import_module(os.path.basename(path)).register()
 
 
 class Trainer:

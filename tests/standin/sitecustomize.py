@@ -1,0 +1,66 @@
+"""A stand-in for GPUs: standin.cpp says what it shows.
+
+In PYTHONPATH, it is the accelerator of every new interpreter, with as many devices as
+STANDIN_DEVICES says (2). It is compiled once per version of PyTorch: a minute.
+"""
+
+import contextlib
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.cpp_extension import load
+
+plain_data = torch.Tensor.data
+
+
+def register():
+    name = f"standin_{torch.__version__}".translate({ord(x): "_" for x in ".+"})
+    source = str(Path(__file__).with_name("standin.cpp"))
+    compiled = load(name, source, extra_cflags=["-O0", "-Wno-everything"])
+    torch.utils.rename_privateuse1_backend("standin")
+    torch._register_device_module("standin", device_module(compiled))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # Tensors move to it in place, as to CUDA: `.to()` keeps a model's parameters.
+    torch._has_compatible_shallow_copy_type = lambda input, from_: True
+    torch.Tensor.data = property(plain_data.__get__, set_data)
+
+    def strict(store, rank, size, timeout):
+        place = dist.PrefixStore("gloo", store)
+        return compiled.strict(dist.ProcessGroupGloo(place, rank, size, timeout))
+
+    dist.Backend.register_backend("strict", strict, devices=["standin"])
+    dist.Backend.backend_capability["gloo"].append("standin")  # as CUDA
+
+
+def set_data(tensor, new):
+    """`tensor.data = new`, also from one type of device to another."""
+    if tensor.device.type == new.device.type:
+        plain_data.__set__(tensor, new)
+        return
+    new = new.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(new, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, new)
+
+
+def device_module(compiled):
+    """What `torch.cuda` is for CUDA."""
+    module = types.ModuleType("torch.standin")
+    module.is_available = module.is_initialized = lambda: compiled.count() > 0
+    module.device_count, module.current_device = compiled.count, compiled.current
+    module.set_device = lambda x: compiled.set_current(getattr(x, "index", x))
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.manual_seed_all = lambda seed: None  # it draws what the CPU draws
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.synchronize = torch.accelerator.synchronize
+    module.current_stream = torch.accelerator.current_stream
+    module.stream = contextlib.nullcontext
+    module.seen = compiled.seen
+    module._is_in_bad_fork = lambda: False
+    return module
+
+
+if torch._C._get_privateuse1_backend_name() != "standin":  # else a fork's parent did it
+    register()
