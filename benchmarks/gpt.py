@@ -9,6 +9,8 @@ result. The plain loop is in the style of nanoGPT, with PyTorch's attention kern
 AdamW as they are by default. transformers' GPT2LMHeadModel is in the same loop, with
 `sdpa` attention and the fused AdamW, as its Trainer has it. mingpt is the Trainer of
 mingpt/train.py. Timed are the steps alone: no start, compilation, evaluation or saving.
+MFU is the share of the GPU's peak that the model's own multiplications take (PaLM,
+https://arxiv.org/abs/2204.02311, appendix B).
 """
 
 import contextlib
@@ -34,6 +36,9 @@ CONFIGURATIONS = {
 }
 # What the mean loss of a turn may differ by from that of the first version.
 TOLERANCE = {"fp32": 0.005, "bf16": 0.05}
+# {in the name of a GPU: bfloat16 FLOP/s}: NVIDIA's and AMD's data sheets, not sparse.
+PEAKS = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12}
+PEAKS |= {"A100": 312e12, "MI300X": 1307e12}
 
 
 class Version(NamedTuple):
@@ -46,9 +51,17 @@ class Turn(NamedTuple):
     seconds: float
     loss: float  # the mean of its steps
     tokens: int
+    flops: float  # of the model, forward and backward
 
 
 # In the process of a version
+
+
+def flops_per_token(gpt):
+    """Each weight is multiplied once, and twice backward; so are queries and keys."""
+    weights = sum(x.numel() for x in gpt.parameters() if x.dim() == 2)
+    attention = 2 * gpt.config.n_layer * gpt.config.block_size * gpt.config.n_embd
+    return 6 * (weights - gpt.transformer.wpe.weight.numel() + attention)
 
 
 def work(pipe, version, args):
@@ -89,6 +102,10 @@ def words(version, args):
 class InTurns(train.Trainer):
     """mingpt.train's Trainer; its steps come in turns, and nothing is evaluated."""
 
+    def __init__(self, gpt, *others):
+        self.flops = flops_per_token(gpt)
+        super().__init__(gpt, *others)
+
     def train(self):
         wait = torch.get_device_module(self.device).synchronize
         while self.pipe.recv():
@@ -96,7 +113,8 @@ class InTurns(train.Trainer):
             start = time.perf_counter()
             loss, tokens = self._run_steps()
             wait()
-            self.pipe.send(Turn(time.perf_counter() - start, loss, tokens))
+            seconds = time.perf_counter() - start
+            self.pipe.send(Turn(seconds, loss, tokens, tokens * self.flops))
 
 
 class PlainLoop(InTurns):
@@ -104,6 +122,7 @@ class PlainLoop(InTurns):
 
     def __init__(self, gpt, _optimizer, train_data, _eval_data, device, _corpus, args):
         self.device, self.args, self.steps_run = device, args, 0
+        self.flops = flops_per_token(gpt)
         self.dtype, self.batches = options.DTYPES[args.precision], iter(train_data)
         self.hugging_face = self.version.kind == "transformers"
         for block in gpt.transformer.h:
@@ -219,6 +238,8 @@ def main(args):
         "tokens/s": (",.0f", lambda turn: turn.tokens / turn.seconds),
         "loss": (".4f", lambda turn: turn.loss),
     }
+    if peak := next((x for name, x in PEAKS.items() if name in device), None):
+        columns["MFU"] = ".0%", lambda turn: turn.flops / turn.seconds / peak
     with tempfile.TemporaryDirectory() as args.folder:
         data.prepare(cache=os.path.join(args.folder, "tokens"))
         for precision in ["fp32", "bf16"] if on_cpu else ["bf16"]:

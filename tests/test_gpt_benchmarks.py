@@ -4,9 +4,13 @@ import math
 from argparse import Namespace
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import ablation, gpt
 from mingpt import data
+from mingpt.model import GPT, GPTConfig
 from tools.pages import explanations, parse
 
 pytestmark = pytest.mark.waits
@@ -24,10 +28,20 @@ def test_versions_train_the_same(tmp_path):
     for theirs, hugging_face, ours in zip(*turns.values(), strict=True):
         assert theirs.loss == pytest.approx(ours.loss, abs=1e-5)
         assert theirs.loss == pytest.approx(hugging_face.loss, abs=1e-5)
+        assert theirs.flops == hugging_face.flops == ours.flops > 0
         assert theirs.tokens == ours.tokens == 2 * 12 * 64
         assert theirs.seconds > 0 and ours.seconds > 0
     first, second = turns["plain loop"]
     assert second.loss < first.loss < math.log(120)
+
+
+def test_flops_are_those_that_pytorch_counts():
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100}
+    model, idx = GPT(GPTConfig(**sizes, block_size=16)), torch.zeros(3, 16).long()
+    # Of the other kernels for attention, it does not count all.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        model(idx, idx)[1].backward()
+    assert gpt.flops_per_token(model) * idx.numel() == counted.get_total_flops()
 
 
 def test_the_ablation_leaves_no_change_out():
