@@ -44,10 +44,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
   Device getDevice() const override { return {TYPE, current}; }
   void uncheckedSetDevice(Device x) const noexcept override { current = x.index(); }
   void setDevice(Device x) const override {
-    TORCH_CHECK(x.index() < count(), "invalid device ordinal\nas CUDA says it, in several lines");
+    TORCH_CHECK(x.index() >= 0 && x.index() < count(), "invalid device ordinal\nas CUDA says it, in several lines");
     current = x.index();
   }
-  Device exchangeDevice(Device x) const override { return {TYPE, std::exchange(current, x.index())}; }
+  Device exchangeDevice(Device x) const override { auto old = getDevice(); setDevice(x); return old; }
   DeviceIndex deviceCount() const noexcept override { return count(); }
   Stream getStream(Device x) const noexcept override { return Stream(Stream::DEFAULT, x); }
   Stream getNewStream(Device x, int) const override { return getStream(x); }

@@ -130,6 +130,7 @@ def set_path_for(script, is_module):
     for name in list(sys.modules):
         if name.partition(".")[0] in OF_A_COPY:
             del sys.modules[name]
+    # A new Python imports such a module by itself.
     for path in [f"{folder}/sitecustomize.py" for folder in added]:
         if os.path.exists(path):
             runpy.run_path(path)
