@@ -343,13 +343,13 @@ def test_sample(gpt, tmp_path, model):
 # The golden curve
 
 GOLDEN = ROOT / "tests" / "golden"
-# What the file of the curve was made with, in tests/golden (its mingpt.metrics.csv):
+# This made curve.csv, in tests/golden, as mingpt.metrics.csv:
 # DO=float64 python ../../tools/proofs/hooks/gpt.py --data text.txt --steps 80
 #     --eval-every 40 --precision fp32 --compile off
 DEFAULT_RUN = ["--data", GOLDEN / "text.txt", "--steps", 80, "--eval-every", 40]
 DEFAULT_RUN += ["--precision", "fp32", "--compile", "off"]
-# In float64, as Adam enlarges what processors of several kinds round in their own ways:
-# to 0.02 in float32. Processors without AVX2 draw other weights.
+# In float64: processors round differently, and Adam makes that 0.03 in float32.
+# Processors without AVX2 begin with other weights, and fail here.
 TOLERANCE = 1e-5
 
 

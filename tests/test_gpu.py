@@ -13,7 +13,7 @@ from tools.proofs.processes import run
 from tools.proofs.results import losses
 from tools.scripts import ROOT, SCRIPTS
 
-# What PyTorch is built for; AMD's GPUs are "cuda", too.
+# AMD's GPUs are "cuda", too.
 if str(torch.accelerator.current_accelerator()) != "cuda":
     pytest.skip("this PyTorch is built for no GPU", allow_module_level=True)
 
