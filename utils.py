@@ -45,8 +45,8 @@ def get_rank():
 
 def error(message):
     """Bad input: end the program with one line on stderr and exit status 2."""
-    if int(os.environ.get("LOCAL_RANK", get_rank())) > 0:
-        time.sleep(5)  # the first rank finds the same fault, and this one is ended
+    # Other ranks, which find the same fault, are ended; gloo's threads drop tensors.
+    time.sleep(5 if int(os.environ.get("LOCAL_RANK", get_rank())) > 0 else 0.2)
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tools.proofs.launch import (
     task_of,
     train,
 )
+from tools.proofs.processes import run
 from tools.proofs.results import load, losses, same_bits, shape_of, weights
 from tools.proofs.warm import Fork
 from tools.scripts import EDGES, ROOT, SCRIPTS
@@ -99,6 +101,35 @@ def test_no_gloo_thread_outlives_main(typed, name):
         pytest.skip("threads are counted in /proc, which only Linux has")
     _, _, threads = typed(name)
     assert threads == ["[]", "[]"]
+
+
+ERROR_WITH_TENSORS_IN_GLOOS_THREADS = """
+import os, time
+import torch
+import utils
+
+class SlowToFree(torch.Tensor):
+    def __del__(self):
+        time.sleep(0.02)
+
+ranks = range(4)
+for _ in ranks:
+    if os.fork() == 0:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for _ in range(4):
+            tensor = torch.zeros(1).as_subclass(SlowToFree)
+            torch.distributed.all_reduce(tensor, async_op=True)
+            del tensor
+        utils.error("bad input")
+print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
+"""
+
+
+def test_an_error_lets_gloos_threads_free_their_tensors():
+    """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
+    done = run([sys.executable, "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], cwd=ROOT)
+    assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
 SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
