@@ -145,7 +145,7 @@ def test_the_first_process_of_a_machine_speaks_for_all(line_of, monkeypatch):
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert line_of(utils.error, "wrong") == "wrong"
-    assert waited == [5]
+    assert waited == [0.2, 5]  # shorter: gloo's threads
 
 
 # Devices
