@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 
@@ -36,6 +37,39 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `waits` as well: hosts, Slurm, hangs, the browser",
     )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="like --all; begin no test after MINUTES, and end with a table of them",
+    )
+
+
+began = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - began > 60 * minutes:
+        pytest.skip("no time left")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --minutes: what each test has found, in Markdown."""
+    if config.getoption("--minutes") is None:
+        return
+    stats = terminalreporter.stats
+    kinds = "passed", "failed", "error", "skipped"
+    found = [(x.start, kind, x) for kind in kinds for x in stats.get(kind, [])]
+    lines, outputs = ["", "| Test | Result | Seconds |", "|---|---|---|"], []
+    for _, kind, report in sorted(found, key=lambda x: x[0]):
+        name = report.nodeid.partition("::")[2]
+        noted = dict(report.user_properties)
+        why = report.longrepr[2] if kind == "skipped" else noted.get("seen", "")
+        cells = name, f"{kind} {why}".strip(), f"{report.duration:.0f}"
+        lines.append(f"| {' | '.join(cells)} |")
+        if "output" in noted:
+            outputs += [f"\n{name}:\n\n```\n{noted['output'].strip()}\n```"]
+    terminalreporter.write("\n".join([*lines, *outputs, ""]))
 
 
 left_out = {}  # {file: how many of its tests}
@@ -47,7 +81,8 @@ def pytest_collection_modifyitems(config, items):
     The stand-in comes first: autograd counts devices at a process' first backward().
     """
     items.sort(key=lambda item: item.path.name != "test_standin.py")
-    if config.getoption("--all") or any("::" in name for name in config.args):
+    told = config.getoption("--all") or config.getoption("--minutes") is not None
+    if told or any("::" in name for name in config.args):
         return
     waiting = [item for item in items if item.get_closest_marker("waits")]
     for item in waiting:
@@ -65,6 +100,18 @@ def pytest_unconfigure(config):
 
 
 # Runs
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory):
+    """The stand-in for GPUs is compiled; a kill on the way would leave its lock."""
+    if not all(map(shutil.which, ("g++", "ninja"))):
+        pytest.skip("the stand-in for GPUs needs g++ and ninja")
+    words = [sys.executable, "-c", "import torch"]
+    env = {"PYTHONPATH": ROOT / "tests" / "standin"}
+    process = processes.start(words, tmp_path_factory.getbasetemp(), **env)
+    done = processes.finish(process, timeout_s=600)
+    assert done.returncode == 0, done.stderr
 
 
 def once(make):

@@ -1,5 +1,5 @@
 // A stand-in for an accelerator: a device type of its own over the CPU's memory, and
-// collectives that refuse what NCCL refuses. __init__.py builds and registers it.
+// collectives that refuse what NCCL refuses. sitecustomize.py builds and registers it.
 //
 // It shows that all that belongs on a device is there, and what waits for it. It computes
 // as the CPU does, one operation after the other: it shows neither speed nor races.

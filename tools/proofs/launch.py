@@ -94,7 +94,11 @@ def launch(
     show the same. They do, unless the claim is about how a process starts or ends.
     """
     words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
-    env = environment(script, env)
+    return run_words(words, cwd, real, timeout_s, **environment(script, env))
+
+
+def run_words(words, cwd, real, timeout_s=None, **env):
+    """Done of any words, as typed; `real` as for `launch`."""
     if real:
         return processes.finish(processes.start(as_typed(words), cwd, **env), timeout_s)
     return Fork(words, cwd, **env).finish(timeout_s)
