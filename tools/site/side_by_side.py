@@ -6,15 +6,15 @@ changed into, and a gap beside a line that has none.
 
 import functools
 import itertools
-import keyword
 import re
 from html import escape
+from os.path import commonprefix
 
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
 
-from tools.diffs import align, hunks, matcher, scope_of, scopes, tree_of
-from tools.scripts import ROOT, SCRIPTS, ancestry, read_lines
+from tools.diffs import align, hunks, matcher, tree_of
+from tools.scripts import ROOT, ancestry
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 SIMILAR = 0.35  # from here on, two lines are one line that was changed
@@ -92,44 +92,26 @@ def words_of(line):
     return re.findall(r"\d[\w.]*|\w+|\s+|[^\w\s]", line)
 
 
-def weight(word):
-    """How much a word says about its line: names and numbers, most of all."""
-    is_name = re.match(r"\w", word) and word != "self" and not keyword.iskeyword(word)
-    return 1 if is_name else 0.2
-
-
 @functools.cache
 def likeness(one, other):
-    """The weight of the words that two lines share, up to 1; 0 below SIMILAR."""
-    lines = [[x for x in words_of(line) if x.strip()] for line in (one, other)]
-    total = sum(map(weight, itertools.chain(*lines)))
-    blocks = matcher(*lines).get_matching_blocks()
-    shared = [word for x in blocks for word in lines[0][x.a : x.a + x.size]]
-    alike = 2 * sum(map(weight, shared)) / total if total else 0
+    """The share of the names and numbers of two lines that is in both; 0 if small."""
+    names = [[x for x in re.findall(r"\w+", y) if x != "self"] for y in (one, other)]
+    alike = matcher(*names).ratio()
     return alike if alike >= SIMILAR else 0
 
 
 def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
     words = words_of(one), words_of(other)
-    shortest = min(map(len, words))
-    first = last = 0  # equal words at both ends: what was put between them is marked
-    while first < shortest and words[0][first] == words[1][first]:
-        first += 1
-    while last < shortest - first and words[0][-1 - last] == words[1][-1 - last]:
-        last += 1
-    middles = [some[first : len(some) - last] for some in words]
-    changed = [set(range(first, len(some) - last)) for some in words]
-    for block in matcher(*middles).get_matching_blocks():
-        for i in range(block.size):
-            changed[0].discard(first + block.a + i)
-            changed[1].discard(first + block.b + i)
-    found = []
-    for some, indices in zip(words, changed, strict=True):
-        spaces = {i for i, word in enumerate(some) if word.isspace()}
-        indices |= {i for i in spaces if {i - 1, i + 1} <= indices}
-        starts = [0, *itertools.accumulate(map(len, some))]
-        found.append({x for i in indices for x in range(starts[i], starts[i + 1])})
+    # Equal words at both ends: what was put between them is marked.
+    first = len(commonprefix(words))
+    last = len(commonprefix([x[first:][::-1] for x in words]))
+    starts = [[0, *itertools.accumulate(map(len, x))] for x in words]
+    found = [set(range(x[first], x[-1 - last])) for x in starts]
+    middles = [x[first : len(x) - last] for x in words]
+    for *places, size in matcher(*middles).get_matching_blocks():
+        for x, start, place in zip(found, starts, places, strict=True):
+            x -= set(range(start[first + place], start[first + place + size]))
     return found
 
 
@@ -146,8 +128,6 @@ def marks_of(removed, added):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one script to another in the tree."""
-    if old not in SCRIPTS or new not in SCRIPTS:  # a chapter's own scripts
-        return []
     to_old, to_new = (set(itertools.pairwise(ancestry(name))) for name in (old, new))
     return sorted(to_old ^ to_new, key=lambda edge: len(ancestry(edge[1])))
 
@@ -238,15 +218,6 @@ def parts(old, new, whys):
     return found[:head], found[head:]
 
 
-def names_in(name, start, count):
-    """What the functions are called that have code in `count` lines from `start`."""
-    where, lines = scopes(name), read_lines(name)
-    numbers = [x for x in range(start, start + count) if lines[x - 1].strip()]
-    found = [scope_of(number, where) for number in numbers]
-    names = [x for x in dict.fromkeys(found) if x]
-    return names if len(names) < 4 else [names[0], "...", names[-1]]
-
-
 def unchanged(old, new, i, j, count):
     """`count` lines from `i` and `j` that are the same, folded but for the edges."""
     last = i + count > len(token_lines(old))
@@ -259,7 +230,7 @@ def unchanged(old, new, i, j, count):
         if length:
             one = plain_lines(old, OLD)[i - 1 : i - 1 + length]
             other = plain_lines(new, NEW)[j - 1 : j - 1 + length]
-            part = {"kind": kind, "count": length, "names": names_in(new, j, length)}
+            part = {"kind": kind, "count": length}
             found.append(part | {"old": "".join(one), "new": "".join(other)})
             i, j = i + length, j + length
     return found
