@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 
-from tests.site_fixtures import NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
+from tests.site_fixtures import BOTH, NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.pages import GROUPS, explanations, parse  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
@@ -62,7 +62,7 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
             titles = change.select(".see a, .why > summary > span")
             assert title in [letters(x.get_text()) for x in titles], (old, new, number)
             for link in change.select(".see a"):
-                assert page.select_one(f"{link['href']} .why")
+                assert page.select_one(f".why {link['href']}")
             parsed = parse(f"docs/{name}.md")
             block = next(x for x in parsed.blocks if x.anchor == anchor and x.hunks)
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", parsed.section(block))
@@ -77,12 +77,16 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
 def test_the_output_flips_beside_the_line(visit, script):
     tab = visit(PAIR, java_script_enabled=script)
-    why = tab.locator(".why", has_text="Call the wrapper in the training step")
-    assert "wrong output" in why.locator("summary").inner_text()
-    why.locator("summary").click()
+    name = "Call the wrapper in the training step"
+    tab.locator(".ideas summary").click()
+    tab.locator(".ideas a", has_text=name).get_by_text("wrong output").click()
+    why = tab.locator(".why", has_text=name)
     switch = why.get_by_role("group", name="What it prints")
-    lines = switch.locator(".two").text_content()
-    assert lines == "+ output = self.ddp_model(source)\n- output = self.model(source)\n"
+    assert 0 < why.locator(".text").bounding_box()["y"] < 600, "the click opened it"
+    lines = (
+        "right: output = self.ddp_model(source)\nwrong: output = self.model(source)\n"
+    )
+    assert switch.locator(".two").text_content() == lines
     verdict = switch.locator(".verdict").inner_text()
     loss, other = re.findall(r"\d\.\d+", verdict)
     last = switch.locator("tr").last.inner_text().split()
@@ -92,8 +96,8 @@ def test_the_output_flips_beside_the_line(visit, script):
     assert other in right.locator("mark").all_text_contents()
     assert wrong.is_visible() and not right.is_visible()
     before = switch.bounding_box()
-    switch.get_by_role("radio", name="Run without this line").press("ArrowLeft")
-    assert switch.get_by_role("radio", name="Correct run").is_checked()
+    switch.get_by_role("radio", name="wrong").press("ArrowLeft")
+    assert switch.get_by_role("radio", name="right").is_checked()
     assert right.is_visible() and not wrong.is_visible()
     assert switch.bounding_box() == before  # nothing moves
     if script:
@@ -118,13 +122,30 @@ def test_two_scripts_are_chosen_and_swapped(visit):
     tab.wait_for_url(f"**/{url_of(other, OLD)}")
 
 
-def test_keys_lead_to_the_changes_and_open_them(visit):
+@BOTH
+def test_the_first_change_is_in_sight(visit, address, viewport):
+    tab = visit(PAIR, viewport=viewport)
+    for pair in ALL_EDGES:
+        tab.goto(address + url_of(*pair))
+        line = tab.locator(".hunk :is(del, ins):visible").first.bounding_box()
+        assert line["y"] + line["height"] < viewport["height"], pair
+    tab.emulate_media(media="print")
+    gap = tab.locator(".lines i").first
+    assert gap.evaluate("x => getComputedStyle(x).backgroundImage") == "none"
+
+
+def test_keys_lead_to_the_changes_in_sight(visit):
+    """From what is in sight; those that are folded away are left out."""
     tab = visit(PAIR)
+    first = int(tab.locator(".hunk:visible").first.get_attribute("id")[5:])
     last, seen = len(hunks(OLD, NEW)), []
-    for key in ["n"] * (last + 1) + ["p"]:
+    for key in ["n"] * (last + 2 - first) + ["p"]:
         tab.keyboard.press(key)
         seen.append(int(tab.evaluate("location.hash").removeprefix("#hunk-")))
-    assert (seen[0], *seen[-3:]) == (1, last, last, last - 1)
+    assert seen == [*range(first, last + 1), last, last - 1] and first > 1
+    tab.evaluate("scrollTo(0, 0)")
+    tab.keyboard.press("n")
+    assert tab.evaluate("location.hash") == f"#hunk-{first}"
     why = tab.locator(".why").first
     why.locator("summary").press("Enter")
-    assert why.evaluate("x => x.open")
+    assert why.evaluate("x => !x.open")

@@ -7,12 +7,11 @@ where there is no chromium. test_side_by_side.py tests the pages of two scripts.
 import html
 import posixpath
 import re
-from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
-from tests.site_fixtures import NEW, PAIR, PHONE, check_barriers
+from tests.site_fixtures import BOTH, NEW, PAIR, PHONE, TWO_FRAMES, WIDE, check_barriers
 from tools.pages import GROUPS, title
 
 pytestmark = pytest.mark.waits  # for a browser
@@ -23,7 +22,7 @@ def attributes(text, name):
 
 
 def test_every_link_leads_somewhere(site):
-    """And nothing is loaded from elsewhere, and no id stands twice on a page."""
+    """And no id stands twice on a page."""
     texts = {str(x.relative_to(site)): x.read_text() for x in site.rglob("*.html")}
     ids = {name: attributes(text, "id") for name, text in texts.items()}
     known = {name: set(found) for name, found in ids.items()}
@@ -39,15 +38,6 @@ def test_every_link_leads_somewhere(site):
             assert (site / target).is_file(), f"{name}: {link}"
             if url.fragment and target in known:
                 assert unquote(url.fragment) in known[target], f"{name}: {link}"
-        tags = r"<(?:script|img|link rel=.(?:stylesheet|icon))\b[^>]*>"
-        tags = "".join(re.findall(tags, text))
-        loads = attributes(tags, "src") + attributes(tags, "href")
-        assert loads
-        for load in loads:
-            assert not urlsplit(load).netloc, f"{name}: {load}"
-            assert (site / Path(name).parent / urlsplit(load).path).is_file(), load
-    for path in site.rglob("*.css"):
-        assert not re.search(r"url\((http|//)", path.read_text()), path
 
 
 # In a browser
@@ -58,20 +48,46 @@ KINDS += [f"source/{NEW}.html", "search.html?q=set_epoch"]
 
 
 def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, address):
-    """Nor does it cut an output or a diff."""
+    """Nor does it cut a diff, wrap an output, or scroll a table without a word."""
     tab = visit("index.html")
     widest = """() => Math.max(...["article", ".content", "html"].map((x) =>
         document.querySelector(x).scrollWidth))"""
-    cut = """all => all.filter((x) => x.scrollWidth > x.clientWidth)
+    cut = """all => all.filter((x) => x.scrollWidth > x.clientWidth
+        && getComputedStyle(x, "::before").content === "none")
         .map((x) => x.innerText.slice(0, 60))"""
+    wraps = "all => all.some((x) => getComputedStyle(x).whiteSpace !== 'pre')"
     for name in [*KINDS, *NAMES]:
         assert tab.goto(address + name).ok
         tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
         assert tab.evaluate(widest) <= PHONE["width"], name
-        boxes = tab.locator("article :is(.highlight-console, .highlight-diff) pre")
+        boxes = tab.locator("article :is(.highlight-diff pre, .table-wrapper)")
         assert not boxes.evaluate_all(cut), name
+        assert not tab.locator(".highlight-console pre").evaluate_all(wraps), name
+        tab.set_viewport_size(WIDE)
+        wide = "all => all.some((x) => x.scrollWidth > x.clientWidth)"
+        assert not tab.locator(".table-wrapper").evaluate_all(wide), name
         if name in KINDS:
             check_barriers(tab)
+
+
+@BOTH
+def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, address, viewport):
+    """Under its diff. And no page moves while it loads."""
+    tab = visit("index.html", viewport=viewport)
+    found = (
+        tab.locator(f".mistake {x}").first for x in ("pre", ".right b", ".wrong b")
+    )
+    diff, *numbers = found
+    y, other = (x.bounding_box()["y"] for x in numbers)
+    assert diff.bounding_box()["y"] < y == other < viewport["height"] - 30
+    assert numbers[0].inner_text() != numbers[1].inner_text()
+    shift = """() => new Promise((done) => new PerformanceObserver((list) =>
+        done(list.getEntries().reduce((sum, x) => sum + x.value, 0))
+    ).observe({type: "layout-shift", buffered: true}) ?? setTimeout(done, 500, 0))"""
+    for name in ("index.html", PAIR, "2_multigpu.html"):
+        tab.goto(address + name)
+        assert tab.evaluate(shift) < 0.1, name
 
 
 def test_search_finds_what_chapters_say_and_show(visit):
@@ -81,4 +97,7 @@ def test_search_finds_what_chapters_say_and_show(visit):
         field = tab.locator("[name=q]:visible")
         field.fill("set_epoch")
         field.press("Enter")
-        tab.locator("#search-results a", has_text=title("2_multigpu")).first.wait_for()
+        tab.locator("#search-results a", has_text=title("2_multigpu")).first.click()
+        tab.wait_for_function("scrollY > 0")
+        box = tab.locator("article .highlighted").first.bounding_box()
+        assert 0 < box["y"] < WIDE["height"], "the word is in sight"

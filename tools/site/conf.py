@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tools.site.home import readme  # noqa: E402
 
-project = readme()[0].partition(":")[0]
+project = readme()["title"].partition(":")[0]
 html_title = project
 # Where the site and the repository are, if they are published: the workflow says it.
 # A preview's picture and the links to the repository need it.

@@ -39,8 +39,10 @@ def dress(app, doctree):
             html = diff_html(block.old, block.new, fence.astext().splitlines())
             fence.replace_self(nodes.raw("", html, format="html"))
         elif right and block.anchor in explaining and block.line not in shown_as_right:
-            shown = switch(block, right, fences[right.line].astext(), fence.astext())
-            shown["id"] = f"flip-{docname}-{block.line}"
+            outputs = fences[right.line].astext(), fence.astext()
+            shown = {"id": f"flip-{docname}-{block.line}", "rows": losses(*outputs)}
+            shown |= {"faults": block.faults, "scene": right.faults}
+            shown["outputs"] = [marked(*outputs), marked(*outputs[::-1])]
             html = app.builder.templates.render("flip.html", shown)
             fence.replace_self(nodes.raw("", html, format="html"))
             above = at[block.line].next_node(**below)
@@ -70,17 +72,13 @@ def diff_html(old, new, lines):
     return f'<div class="highlight-diff highlight"><pre>{html}</pre></div>'
 
 
-def switch(block, right, *outputs):
-    """What flip.html shows: the lines, the losses, and both outputs with marks."""
-    losses = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
-    pairs = zip(*(re.findall(losses, x) for x in outputs), strict=False)
-    rows = dict(reversed([(x, (a, b)) for (x, a), (_, b) in pairs]))
-    return {
-        "lines": [x for x in block.faults if x not in right.faults],
-        "scene": right.faults,
-        "rows": sorted(rows.items()),
-        "outputs": [marked(*outputs), marked(*outputs[::-1])],
-    }
+def losses(*outputs):
+    """[(epoch, the held-out loss of each output)], as far as all of them have it."""
+    pattern = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
+    found = [dict(reversed(re.findall(pattern, x))) for x in outputs]
+    return [
+        (x, *(y[x] for y in found)) for x in sorted(set(found[0]).intersection(*found))
+    ]
 
 
 def masked(text):
@@ -102,7 +100,7 @@ def marked(text, other):
 
 
 class Explainer:
-    """`why(page, anchor)`: what a chapter says under a heading."""
+    """`whys(old, new, places)`: what the chapters say about each change."""
 
     def __init__(self, app):
         self.app = app
@@ -124,6 +122,7 @@ class Explainer:
         html = "".join(said)
         what, without, rest = html.partition("<p><strong>Without it.</strong>")
         return {
+            "id": f"why-{page}-{anchor}",
             "heading": section.next_node(nodes.title).astext(),
             "link": f"../{page}.html#{anchor}",
             "chapter": self.app.env.titles[page].astext(),
@@ -143,18 +142,17 @@ class Explainer:
                 element["refuri"] = "../" + urljoin(f"{page}.html", uri)
         return self.app.builder.render_partial(node)["fragment"].strip()
 
+    def whys(self, old, new, places):
+        """{hunk number: [texts]}, of `places`, which `explain` has found.
 
-def once(old, new, whys):
-    """`whys` with each text at its largest hunk below the imports, and links to it."""
-    home = {}
-    order = sorted(hunks(old, new), key=lambda x: (in_head(x, old, new), -len(x.lines)))
-    for hunk in order:
-        for why in whys[hunk.number]:
-            home.setdefault(why["link"], hunk.number)
-    return {
-        number: [
-            why if home[why["link"]] == number else why | {"at": home[why["link"]]}
-            for why in some
-        ]
-        for number, some in whys.items()
-    }
+        Each text stands at its largest hunk below the imports; the others link to it.
+        """
+        at, found = {}, {}
+        largest_first = sorted(hunks(old, new), key=lambda x: -len(x.lines))
+        order = sorted(largest_first, key=lambda x: in_head(x, old, new))
+        for n in (x.number for x in order):
+            whys = [self.why(page, anchor) for page, _, anchor in places[n]]
+            where = [at.setdefault(x["id"], n) for x in whys]
+            pairs = zip(whys, where, strict=True)
+            found[n] = [x | {"at": y, "here": y == n} for x, y in pairs]
+        return found

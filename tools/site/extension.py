@@ -5,17 +5,16 @@ sidebar, a page for every two scripts side by side, and a page for every file of
 repository that a chapter links to.
 """
 
-import re
 from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
 
 from tools import pages
-from tools.diffs import changed_lines, hunks
-from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry, read_lines
+from tools.diffs import changed_lines, hunks, scopes
+from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry
 from tools.site.build import chapters
-from tools.site.explain import Explainer, dress, once
+from tools.site.explain import Explainer, dress
 from tools.site.home import home
 from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
 
@@ -49,10 +48,8 @@ def beside(block):
     if block.kind == "scripts":
         return [("side_by_side/index.html", "any two of the scripts")]
     url = f"{page_of(block.old, block.new)}.html"
-    total = len(hunks(block.old, block.new))
-    changes = [
-        (f"{url}#hunk-{x.number}", f"change {x.number} of {total}") for x in block.hunks
-    ]
+    of = f"of {len(hunks(block.old, block.new))}"
+    changes = [(f"{url}#hunk-{x}", f"change {x} {of}") for x, *_ in block.hunks]
     return changes or [(url, f"{block.old} and {block.new}")]
 
 
@@ -75,11 +72,8 @@ def link_files(app, doctree):
 
 def line_of(name, text):
     """The address of the function or class of this name in a Python file, or ""."""
-    if name.endswith(".py") and text.isidentifier():
-        for number, line in enumerate(read_lines(name), 1):
-            if re.match(rf"(?:async )?(?:def|class) {text}\b", line):
-                return f"#L{number}"
-    return ""
+    where = scopes(name) if name.endswith(".py") else []
+    return next((f"#L{first}" for first, _, x in where if x == text), "")
 
 
 def make_pages(app):
@@ -90,52 +84,41 @@ def make_pages(app):
         "scripts": scripts,
         "edges": ALL_EDGES,
         "ancestry": ancestry,
+        "parents": PARENTS,
         "slug": slug,
         "page_of": page_of,
         "chapters": {name: chapters(name, explained) for name in PARENTS},
         "title_of": pages.title,
     }
-    yield "index", common | home(explained), "home.html"
     pairs = [(old, new) for old in scripts for new in scripts if old != new]
     metadata = app.env.metadata.values()
     in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
     pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
     sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
-    table = {"title": "Compare any two", "sizes": sizes}
+    common["sizes"] = sizes
+    yield "index", common | home(explained), "home.html"
+    table = {"title": "Compare any two"}
     yield "side_by_side/index", common | table, "table_of_pairs.html"
     explainer = Explainer(app)
     for old, new in pairs:
-        places = explain(old, new, explained)
-        whys = {
-            n: [explainer.why(page, anchor) for page, _, anchor in some]
-            for n, some in places.items()
-        }
-        whys = once(old, new, whys)
+        whys = explainer.whys(old, new, explain(old, new, explained))
         context = common | {
             "title": f"{old} and {new} side by side",
             "old": old,
             "new": new,
-            "size": sizes[old, new],
             "count": len(hunks(old, new)),
             "parts": parts(old, new, whys),
         }
         yield page_of(old, new), context, "side_by_side.html"
     linked = {name for data in metadata for name in data.get("files", [])}
     for name in sorted(linked.union(*pairs)):
-        context = common | {
-            "title": name,
-            "parent": PARENTS.get(name),
-            "lines": "".join(plain_lines(name)),
-        }
+        context = common | {"title": name, "lines": "".join(plain_lines(name))}
         yield f"source/{name}", context, "source.html"
 
 
 def add_to_page(app, pagename, templatename, context, doctree):
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
-    if doctree:
-        text = next(doctree.findall(nodes.paragraph)).astext()
-        context["description"] = " ".join(text.split())
     if pagename.startswith(("side_by_side/", "source/")):
         app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")

@@ -60,17 +60,19 @@ document.querySelector(".highlight")?.addEventListener("pointerdown", ({ target,
   currentTarget.dataset.select = target.closest(".lines pre")?.className;
 });
 
-// The keys lead to the change after, or before, the one at the top of the page.
-const changes = all(".hunk");
+// The keys lead to the change after, or before, the one that was gone to, if it is still
+// in sight, or else the one at the top of the page. What is folded away is left out.
 const keys = document.querySelector("[data-keys]");
 const fields = "select, textarea, input:not([type=checkbox], [type=radio])";
 addEventListener("keydown", (event) => {
   const step = { n: 1, p: -1 }[event.key];
   if (!keys?.checked || !step || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest?.(fields)) return;
-  const target = changes.findIndex((x) => x.matches(":target"));
-  const top = (x) => x.checkVisibility() ? x.getBoundingClientRect().top : Infinity;
-  const above = changes.findLastIndex((x) => top(x) < innerHeight / 4);
+  const changes = all(".hunk").filter((x) => x.checkVisibility());
+  const boxes = changes.map((x) => x.getBoundingClientRect());
+  const target = changes.findIndex((x, i) =>
+    x.matches(":target, :has(:target)") && boxes[i].top < innerHeight && boxes[i].bottom > 0);
+  const above = boxes.findLastIndex((x) => x.top < innerHeight / 4);
   const goal = changes[(target < 0 ? above : target) + step];
   if (!goal) return;
   location.replace(`#${goal.id}`);

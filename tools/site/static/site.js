@@ -57,6 +57,12 @@ if (typeof Search !== "undefined") {
   });
 }
 
+// A result of a search is scrolled to: its first word below the title.
+if (localStorage.getItem("sphinx_highlight_terms") && !location.hash)
+  addEventListener("load", () => setTimeout(() => {
+    all("article .highlighted").find((x) => !x.closest("h1"))?.scrollIntoView({ block: "center" });
+  }, 50));
+
 // Output that shows no command has no button to copy a command.
 addEventListener("load", () => {
   for (const box of all(".highlight-console"))
