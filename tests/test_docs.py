@@ -1,6 +1,7 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -175,3 +176,17 @@ def test_what_varies_is_masked_and_nothing_else():
     assert same(["a", "[...]", "b"], ["[...]", "a", "b"])
     assert not same(["a", "[...]", "b"], ["b", "[...]", "a"])
     assert not same(["a", "[...]", "b"], ["a", "b"])
+
+
+def test_the_patches_of_the_pages_apply():
+    """As they stand, to the scripts that the pages are about."""
+    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
+    patches = re.findall(fences, "".join(texts))
+    assert len(patches) > 5
+    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
+    for patch in patches:
+        done = subprocess.run(
+            words, cwd=ROOT, input=patch, text=True, capture_output=True
+        )
+        assert done.returncode == 0, patch + done.stderr
