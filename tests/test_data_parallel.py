@@ -1,7 +1,4 @@
-"""data_parallel.py: what can be seen of DataParallel where there is no GPU.
-
-tests/test_gpu.py has the tests that need two.
-"""
+"""data_parallel.py: what can be seen of DataParallel where there is no GPU."""
 
 import inspect
 import json

@@ -1,6 +1,7 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -31,12 +32,12 @@ def test_a_page_has_each_command_of_a_docstring():
 
 @pytest.mark.text
 @pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
-def test_a_variant_has_tests_of_its_own_that_what_is_proven_names(name):
+def test_a_variant_has_tests_of_its_own_that_a_page_names(name):
     tests = own_tests(name)
     assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
-    page = "docs/what_is_proven.md"
-    named = {test.partition("::")[0] for test in linked_tests(text_of(page))}
-    assert tests in named, f"{page} links to no test of {tests}"
+    linked = [test for page in PAGES for test in linked_tests(text_of(page))]
+    named = {test.partition("::")[0] for test in linked}
+    assert tests in named, f"no page links to a test of {tests}"
 
 
 @pytest.mark.text
@@ -175,3 +176,17 @@ def test_what_varies_is_masked_and_nothing_else():
     assert same(["a", "[...]", "b"], ["[...]", "a", "b"])
     assert not same(["a", "[...]", "b"], ["b", "[...]", "a"])
     assert not same(["a", "[...]", "b"], ["a", "b"])
+
+
+def test_the_patches_of_the_pages_apply():
+    """As they stand, to the scripts that the pages are about."""
+    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
+    patches = re.findall(fences, "".join(texts))
+    assert len(patches) > 5
+    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
+    for patch in patches:
+        done = subprocess.run(
+            words, cwd=ROOT, input=patch, text=True, capture_output=True
+        )
+        assert done.returncode == 0, patch + done.stderr

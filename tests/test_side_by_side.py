@@ -66,7 +66,7 @@ def test_every_change_is_explained_in_place_word_for_word(pages):
             parsed = parse(f"docs/{name}.md")
             block = next(x for x in parsed.blocks if x.anchor == anchor and x.hunks)
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", parsed.section(block))
-            text = re.sub(r"(?m)^(<!--.*|#+ .*|With \S+ changed: .*)$", "", text)
+            text = re.sub(r"(?m)^(<!--.*|#+ .*|With \S+ changed:.*)$", "", text)
             for paragraph in text.split("\n\n"):
                 assert letters(paragraph) in shown[title], (name, heading)
 

@@ -181,7 +181,7 @@ def check_explanations(pages):
 
 def is_explained(section):
     """Whether it has prose, and of PARTS each at most once, in order and not empty."""
-    generated = r"^(#|<!--|Tests: |With \S+ changed: ).*$"
+    generated = r"^(#|<!--|Tests: |With \S+ changed:).*$"
     prose = re.sub(generated, "", section, flags=re.M).strip()
     parts = re.findall(rf"\*\*({'|'.join(PARTS)})\.\*\*", prose)
     texts = re.split(rf"\*\*(?:{'|'.join(PARTS)})\.\*\*", prose)[1:]

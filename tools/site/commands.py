@@ -1,6 +1,7 @@
 """Run the commands of the documents, and compare what they print."""
 
 import contextlib
+import difflib
 import multiprocessing
 import os
 import re
@@ -155,13 +156,29 @@ def run_in_shell(text, cwd, folder):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    above, changes = [], []
+    above, changes, path = [], [], ROOT / block.script
     for old, new in block.faults:
         changes += [f"`{new}` instead of `{old}`" if new else f"without `{old}`"]
         above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
+    if len(changes) > 1 and path.exists():
+        above = [f"With {block.script} changed:", "", *patch(path, block.faults), ""]
     shown = [line.rstrip() for line in output.splitlines()]
     lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
     return [*above, "```console", *lines, "```"]
+
+
+def patch(path, changes):
+    """The fence of a diff that `git apply -p0` or `patch -p0` takes."""
+    old = new = path.read_text()
+    for pair in changes:
+        new = new.replace(*pair)
+    name = str(path.relative_to(ROOT))
+    texts = old.splitlines(), new.splitlines()
+    return [
+        "```diff",
+        *difflib.unified_diff(*texts, name, name, n=1, lineterm=""),
+        "```",
+    ]
 
 
 def cut(lines, patterns):

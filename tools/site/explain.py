@@ -20,6 +20,8 @@ from tools.pages import parse, right_output
 from tools.site.commands import VARIES, same
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
+BELOW = {"siblings": True, "descend": False}
+
 
 def dress(app, doctree):
     """In a chapter: diffs in colour, and switches between wrong and right outputs."""
@@ -28,8 +30,7 @@ def dress(app, doctree):
     raws = {x.astext().strip(): x for x in doctree.findall(nodes.raw)}
     runs = [x for x in page.blocks if x.kind in ("diff", "run")]
     at = {x.line: raws[page.lines[x.line - 1]] for x in runs}
-    below = {"siblings": True, "descend": False}
-    fences = {x: raw.next_node(nodes.literal_block, **below) for x, raw in at.items()}
+    fences = {x.line: output_of(x, at[x.line]) for x in runs}
     explaining = {x.anchor for x in page.blocks if x.hunks}
     rights = {x.line: right_output(page, x) for x in runs if x.faults}
     shown_as_right = [x.line for x in rights.values() if x]
@@ -44,9 +45,15 @@ def dress(app, doctree):
             shown |= {"faults": block.faults, "scene": right.faults}
             shown["outputs"] = [marked(*outputs), marked(*outputs[::-1])]
             html = app.builder.templates.render("flip.html", shown)
-            fence.replace_self(nodes.raw("", html, format="html"))
-            above = at[block.line].next_node(**below)
-            above.parent.remove(above)
+            fence.replace_self(nodes.raw(html, html, format="html"))
+            while (above := at[block.line].next_node(**BELOW)).rawsource != html:
+                above.parent.remove(above)
+
+
+def output_of(block, marker):
+    """The fence of a marker: below that of a patch if a run has one."""
+    kind = "diff" if block.kind == "diff" else "console"
+    return marker.next_node(lambda x: x.get("language") == kind, **BELOW)
 
 
 @functools.cache
