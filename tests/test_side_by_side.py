@@ -108,7 +108,7 @@ def test_a_diff_of_a_chapter_is_the_printed_one(pages):
     for name in sum(GROUPS.values(), []):
         page = parse(f"docs/{name}.md")
         blocks = [x for x in page.blocks if x.kind == "diff"]
-        shown = pages(f"{name}.html").select("article .highlight-diff")
+        shown = pages(f"{name}.html").select("article .highlight-diff.highlight")
         printed = [page.lines[x.line + 1 : x.end - 1] for x in blocks]
         assert [x.get_text().splitlines() for x in shown] == printed
         if name in GROUPS["Variants"] and name != "real_job":  # whose task is an idea
