@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,22 +10,13 @@ from pathlib import Path
 import pytest
 
 from tools.proofs.launch import as_typed, plant
-from tools.proofs.processes import TIMEOUT_S, finish, start
+from tools.proofs.processes import TIMEOUT_S, finish, run, start
 from tools.scripts import ROOT
 
 STACKS = ROOT / "docs/hangs/stacks.sh"
-BIN = Path(sys.executable).parent
-PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 pytestmark = pytest.mark.waits  # for time-outs of collectives
-
-py_spy = pytest.mark.skipif(
-    not shutil.which("py-spy", path=PATH)
-    or not shutil.which("pgrep")
-    or os.geteuid() != 0,
-    reason="needs py-spy (pip install py-spy), pgrep (procps) and root",
-)
-
 
 TIMEOUT = 8  # seconds: leaves py-spy time on a busy machine
 
@@ -50,13 +40,7 @@ def skipped(tmp_path_factory):
         if (folder / "trace_0").exists() and (folder / "trace_1").exists():
             break  # the first is written after 1 s, and the loop takes less
         time.sleep(0.1)
-    looked = subprocess.run(
-        ["sh", STACKS, str(process.pid)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PATH": PATH},
-        timeout=TIMEOUT_S,
-    )
+    looked = run(["sh", STACKS, process.pid], folder, PATH=PATH)
     return finish(process), looked.stdout
 
 
@@ -68,7 +52,10 @@ def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     assert "[rank1]" not in done.stderr, "it is ended where it is"
 
 
-@py_spy
+@pytest.mark.skipif(
+    not all(shutil.which(x, path=PATH) for x in ("py-spy", "pgrep")) or os.geteuid(),
+    reason="needs py-spy (pip install py-spy), pgrep (procps) and root",
+)
 def test_py_spy_shows_the_line_of_each_rank(skipped):
     _, stacks = skipped
     ranks = dict(re.findall(r"^RANK=(\d)\n(.*?)(?=^RANK|\Z)", stacks, re.M | re.S))
