@@ -158,10 +158,6 @@ def test_says_what_it_does(runs, name):
     assert lines[at + 1] == "0 of 5 epochs are finished in snapshot.pt"
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
-    more = r"(?: \| [a-z -]+ \d+(?:\.\d{6})?)*"  # a variant's
-    pattern = r"epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
-    pattern += rf"{more} \| [\d,]+ samples/s{more}"
-    assert len([x for x in lines if re.fullmatch(pattern, x)]) == 5
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
