@@ -93,8 +93,6 @@ function draw(v, width) {
   put(y += 19, ["green: backward hides it; red: nothing does"], "soft");
   put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
   const start = left + 60, full = right - start - (wide ? 170 : 136), line = start + 0.8 * full;
-  out.push(`<path class="line" d="M${at(line)} ${y + 8}v116"/>`, write(line, y + 137, `${gb} GB`, "ink b mid"),
-    write(right, y + 137, "efficiency", "soft end"));
   for (const [way, parts] of memory) {
     put((y += 28) - 4, [way], "ink b");
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
@@ -102,6 +100,8 @@ function draw(v, width) {
     const kind = fits(parts) ? "ink end" : "red b end", known = ways[way] ? percent(ways[way]) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
+  out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
+    write(right, y + 25, "efficiency", "soft end"));
   ["weights", "gradients", "optimizer"].forEach((words, i) => out.push(
     box(left + 90 * i, y + 39, 10, 10, hues[i]), write(left + 90 * i + 15, y + 49, words, "soft")));
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" width="${width}" height="${y += 64}" viewBox="0 0 ${width} ${y}">`
@@ -111,7 +111,7 @@ function draw(v, width) {
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
 const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   parameters: ["Parameters", "", 1.3e9, scale(6, 7, 8, 9, 10, 11)],
-  "step-ms": ["Step of one GPU", " ms", 640, scale(0, 1, 2, 3)],
+  "step-ms": ["GPU step", " ms", 640, scale(0, 1, 2, 3)],
   "memory-gb": ["GPU memory", " GB", 40, [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288]],
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
