@@ -47,7 +47,7 @@ function predict(v) {
   }
   const split = { DDP: [1, 1], "ZeRO-1": [1, ranks], HSDP: [gpus, gpus], FSDP: [ranks, ranks] }, gb = v.parameters / 1e9;
   const memory = Object.entries(split).map(([way, [model, rest]]) => [way, [4 * gb / model, 4 * gb / model, 8 * gb / rest]]);
-  return { job, forward, ranks, sent, memory, ways };
+  return { job, forward, sent, memory, ways };
 }
 
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
@@ -58,7 +58,7 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class=
 
 // [the picture as SVG, so many pixels wide; what it says in words].
 function draw(v, width) {
-  const { job, forward, ranks, sent, memory, ways } = predict(v), [step, efficiency, limit] = ways.DDP;
+  const { job, forward, sent, memory, ways } = predict(v), [step, efficiency, limit] = ways.DDP;
   const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
   const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
   const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
