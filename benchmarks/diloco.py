@@ -28,7 +28,6 @@ from benchmarks import report, variants
 from mingpt import options, train
 from tools.cli import error
 from tools.proofs.hosts import Hosts, Job
-from tools.proofs.processes import clean_env
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 
@@ -113,7 +112,7 @@ def run(hosts, *words, ranks=1):
     if hosts:
         jobs = [host.start(command, GLOO_SOCKET_IFNAME="eth0", **env) for host in hosts]
     else:
-        jobs = [Job(command, cwd=tempfile.gettempdir(), env=clean_env(**env))]
+        jobs = [Job(command, cwd=tempfile.gettempdir(), **env)]
     status = [job.wait() for job in jobs]
     if any(status):
         sys.exit(f"{jobs[0].output}\nerror: mingpt failed: see above")

@@ -81,22 +81,14 @@ def work(pipe, version, args):
 
 def words(version, args):
     """What one would type after `python -m mingpt.train`."""
-    compiled = version.kind == "mingpt" and version.compiled
-    typed = {
-        "preset": args.preset,
-        "device": args.device,
-        "batch-size": args.batch_size,
-        "accumulate": 1,
-        "steps": (args.rounds + 1) * args.steps,  # the learning rate falls until then
-        "eval-every": args.steps,
-        "lr": 3e-4,  # low, so that rounding does not lead the losses apart
-        "warmup": 0.5,
-        "precision": version.precision,
-        "compile": "on" if compiled else "off",
-        "cache": os.path.join(args.folder, "tokens"),
-        "snapshot-path": os.path.join(args.folder, "none.pt"),
-    }
-    return [str(x) for name, value in typed.items() for x in (f"--{name}", value)]
+    compiled = "on" if version.kind == "mingpt" and version.compiled else "off"
+    steps = (args.rounds + 1) * args.steps  # the learning rate falls until then
+    typed = f"--preset={args.preset} --device={args.device} --compile={compiled}"
+    typed += f" --batch-size={args.batch_size} --accumulate=1 --steps={steps}"
+    typed += f" --eval-every={args.steps} --precision={version.precision} --warmup=0.5"
+    typed += " --lr=3e-4"  # low, so that rounding does not lead the losses apart
+    files = [f"--cache={args.folder}/tokens", f"--snapshot-path={args.folder}/none.pt"]
+    return [*typed.split(), *files]
 
 
 class InTurns(train.Trainer):

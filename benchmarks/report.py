@@ -33,9 +33,12 @@ def is_installed(*packages):
 
 def setting(*packages):
     """Two lines: the machine, and the versions of Python and of `packages`."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall("model name.*: (.+)", info.read_text() if info.exists() else "")
+    processor = [*names, platform.processor() or platform.machine()][0]
     found = [f"{x} {importlib.metadata.version(x)}" for x in packages]
     return [
-        f"machine   {cpu_model()}, {os.cpu_count()} cores, {platform.system()}",
+        f"machine   {processor}, {os.cpu_count()} cores, {platform.system()}",
         f"versions  python {platform.python_version()}, {', '.join(found)}",
     ]
 
@@ -46,13 +49,6 @@ def print_setting(plan, *packages):
     command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
     lines = f"command   {shlex.join(command)}", *setting(*packages), f"plan      {plan}"
     print("\n".join(lines), flush=True)
-
-
-def cpu_model():
-    """The name of the processor, as far as this system tells it."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall("model name.*: (.+)", info.read_text() if info.exists() else "")
-    return [*names, platform.processor() or platform.machine()][0]
 
 
 def take_turns(contestants, rounds, warm_up=1):

@@ -82,22 +82,31 @@ def slowest_rank(ranks, jitter):
     return 1 + jitter * statistics.NormalDist().inv_cdf(quantile)
 
 
-def ddp(job, slow, nodes, cluster):
-    """Seconds of a step with DDP, whose buckets leave while backward computes.
+def buckets(job, backward, nodes, cluster):
+    """(bytes that are ready, when it leaves, when it is sent) of each of DDP's buckets.
 
-    slow: how much longer than job.compute it computes. The first bucket has 1 MiB. A
+    In seconds since backward began, which takes `backward`. The first has 1 MiB. A
     bucket is ready when backward has computed its share of the gradients, and the link
-    sends one after the other. Nothing hides the last one, which is ready when backward
-    ends. An accumulation sends with its last micro-batch. Li et al. 2020,
-    arxiv.org/abs/2006.15704, section 3.2.
+    sends one after the other.
     """
-    backward = slow * job.compute * job.backward
-    ready = sent = 0  # bytes of gradients; seconds since backward began
+    ready = sent = 0
     while ready < job.gradients:
         size = min(job.bucket if ready else 2**20, job.gradients - ready)
         ready += size
         begun = max(sent, backward * ready / job.gradients)
         sent = begun + all_reduce(size, nodes, cluster)
+        yield ready, begun, sent
+
+
+def ddp(job, slow, nodes, cluster):
+    """Seconds of a step with DDP, whose buckets leave while backward computes.
+
+    slow: how much longer than job.compute it computes. Nothing hides the last bucket,
+    which is ready when backward ends. An accumulation sends with its last micro-batch.
+    Li et al. 2020, arxiv.org/abs/2006.15704, section 3.2.
+    """
+    backward = slow * job.compute * job.backward
+    *_, (_, _, sent) = buckets(job, backward, nodes, cluster)
     return job.accumulate * slow * job.compute + sent - backward
 
 

@@ -150,23 +150,6 @@ def test_refused_in_one_line(tmp_path, world_size, nodes, batch_size, line):
 # What the chapter shows
 
 
-@pytest.mark.waits
-def test_what_the_usual_mistakes_do_to_the_gradient(tmp_path):
-    """The table of the chapter: (length, angle, temperature) beside the true ones."""
-    script = ROOT / "docs" / "ddp2" / "gradients.py"
-    words = ["torchrun", "--standalone", "--nproc-per-node=4", script]
-    done = Fork(words, tmp_path).finish()
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"(.{26}) +([\d.]+) +([\d.]+)° +([\d.]+)", done.stdout)
-    table = {name.strip(): tuple(map(float, numbers)) for name, *numbers in rows}
-    assert table.pop("gathered with gradient") == (1, 0, 1)
-    assert table.pop("... the loss of own points") == (1, 0, 1)
-    assert table.pop("own part put in") == (0.25, 0, 1)
-    assert table.pop("... and the loss times 4") == (1, 0, 4)
-    assert sorted(table) == ["no gather, plain DDP", "others without gradient"]
-    assert min(angle for _, angle, _ in table.values()) > 5
-
-
 # What it learns
 
 

@@ -101,24 +101,6 @@ def test_ending_pytest_ends_its_forks(tmp_path, program):
                 os.kill(pid, signal.SIGKILL)
 
 
-@linux
-def test_no_fork_of_a_script_begins_before_all_are_there(tmp_path):
-    """What a thread does for the first could lock what the next needs: see warm.py."""
-    lines = (
-        "import os, time, torch",
-        "from tools.proofs.processes import descendants",
-        "def main(rank):",
-        "    time.sleep(1) if rank else check()",
-        "def check():",
-        "    assert len(descendants(os.getppid())) == 8",
-        "if __name__ == '__main__':",
-        "    torch.multiprocessing.spawn(main, (), 8)",
-    )
-    (tmp_path / "script.py").write_text("\n".join(lines))
-    done = Fork(["python", "script.py"], tmp_path, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
-
-
 def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
     script = plant("multigpu.py", tmp_path, hooks=["faults:die_at_once"])
     began = time.monotonic()

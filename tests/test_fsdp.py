@@ -211,34 +211,6 @@ def test_hsdp_sends_less_between_machines(tmp_path):
     assert fsdp_sent > 2.2
 
 
-def test_the_recipes_of_the_chapter(tmp_path):
-    """What works, what raises an error, what is wrong in silence."""
-    words = ["torchrun", "--standalone", "--nproc-per-node=2"]
-    done = Fork([*words, ROOT / "docs/sharding/recipes.py"], tmp_path).finish()
-    said = re.findall(r"(?m)^(\w+) +\| (.*)$", done.stdout)
-    assert dict(said[:1]) == {"clip": "norm 7.746, of rank 0's part 5.477"}
-    assert [x for x in said if x[0] == "accumulate"] == [
-        ("accumulate", "averaged after the first: True, sync off: False"),
-        ("accumulate", "after both, the same gradient: True"),
-    ]
-    rest = [text for topic, text in said if topic not in ("clip", "accumulate")]
-    starts = [
-        "embedding alone: Parameter 'embedding.weight' is shared",
-        "block, then all: True",
-        "aten.embedding.default got mixed torch.Tensor and DTensor",
-        "after register_fsdp_forward_method: no error",
-        "seeds (0, 0): ranks have the same rows: True",
-        "seeds (0, 1): ranks have the same rows: False",
-        "from rank 0's file: True",
-        "reduced in torch.bfloat16: 0.500000, in torch.float32",
-        "reduced in torch.float32: 0.500500, in torch.float32",
-        "shape (4, 4), rank 0 holds (2, 4)",
-    ]
-    if torch.__version__ < "2.12":  # it unties the weights, and raises no error
-        starts[0] = "embedding alone: no error"
-    assert [text[: len(x)] for text, x in zip(rest, starts, strict=True)] == starts
-
-
 @pytest.mark.waits
 def test_the_table_of_the_chapter():
     """Bytes of each parameter: the formula, and what 4 ranks hold. What is whole."""

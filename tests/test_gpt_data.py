@@ -45,17 +45,9 @@ def whole(corpus):
 def bpe(tmp_path_factory):
     """The path of a byte-level BPE as GPT-2's, which asks to be padded."""
     tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer files")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = level
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        special_tokens=[END],
-        initial_alphabet=level.alphabet(),
-    )
-    tokenizer.train_from_iterator([TRICKY * 9], trainer)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    how = {"vocab_size": 400, "special_tokens": [END], "show_progress": False}
+    tokenizer.train_from_iterator([TRICKY * 9], **how)
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=500)
     path = str(tmp_path_factory.mktemp("bpe") / "tokenizer.json")

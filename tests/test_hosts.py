@@ -1,5 +1,6 @@
-"""The hosts that other tests fail on purpose are separate."""
+"""The hosts that other tests fail on purpose are separate, and what kills on them."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.conftest import needs_hosts
 from tools.proofs import processes
 from tools.proofs.hosts import Hosts
+from tools.proofs.processes import TIMEOUT_S
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
@@ -29,27 +31,42 @@ def test_each_has_a_name_an_address_and_a_folder(tmp_path):
         assert not Path(f"/proc/{job.pid}/ns/net").samefile("/proc/self/ns/net")
 
 
-def bed(*words):
-    """What one types to run a command on two hosts."""
-    return [sys.executable, "-W", "ignore", "-m", "tools.proofs.hosts", "2", *words]
-
-
-def test_what_is_told_beforehand_happens_once():
-    """Where the line is printed, which the host's name is no part of."""
-    script = 'echo late; [ "$(hostname)" = node0 ] || sleep 1000'
-    when = "--when", "late", "unplug node1", "--when", "node0: late", "kill node0"
-    done = processes.run(bed(*when, "--", "sh", "-c", script), ROOT)
-    assert done.returncode == 0, "only hosts that still stand count"
-    assert done.stdout.count("-- unplug node1\n") == done.stdout.count("-- ") == 1
-
-
 def test_a_host_is_killed_and_started_again(tmp_path):
     """It runs the command again; what comes then is in its folder already."""
     script = "[ -e twice ] && echo again && exit 3; touch twice; echo up; sleep 1000"
     script = f"[ $(hostname) = node1 ] || exit 0; {script}"
     when = "--when", "up", "kill node1", "--when", "up", "start node1"
-    command = bed(*when, "--", "sh", "-c", script)
-    done = processes.run(command, tmp_path, PYTHONPATH=ROOT)
+    words = [sys.executable, "-W", "ignore", "-m", "tools.proofs.hosts", "2", *when]
+    done = processes.run([*words, "--", "sh", "-c", script], tmp_path, PYTHONPATH=ROOT)
     lines = ["node1: up", "-- kill node1", "-- start node1", "node1: again"]
     assert done.stdout.splitlines() == lines
     assert done.returncode == 1, "node1 ends with 3"
+
+
+# The tool that kills at random: two short runs of it
+
+
+def chaos(*args):
+    command = [sys.executable, "-W", "ignore", "-m", "tools.proofs.chaos", *args]
+    # It ends by itself if nothing moves for three minutes.
+    done = processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "final weights and optimizer state: the same bits" in done.stdout
+    return done.stdout
+
+
+def test_twenty_kills_of_a_worker_cost_twenty_restarts():
+    """Also while it starts or saves; each ends in the next attempt, and none hangs."""
+    args = "--kills", "20", "--only", "worker", "--hosts", "1", "--nproc-per-node", "2"
+    out = chaos(*args)
+    assert "torchrun's last restart count: 20\n" in out
+    found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", out)
+    assert found[1] == found[2]
+
+
+def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
+    out = chaos("--kills", "3", "--seed", "7")
+    assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in out
+    assert re.search(r"while a snapshot was written: [1-3];", out)
+    twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", out)
+    assert 0 < int(twice[1]) <= 64, "what was hit in its write is done again"

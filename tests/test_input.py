@@ -101,11 +101,6 @@ def test_nothing_starts_on_bad_input(name, tmp_path):
     assert ARGUMENTS["0 1"] == refused(name, tmp_path, 0, 1)
 
 
-def test_bad_nprocs(tmp_path):
-    line = refused("multigpu.py", tmp_path, 5, 1, "--nprocs", 0)
-    assert line == "argument --nprocs: '0' is not a whole number above 0"
-
-
 def test_underscored_options_are_understood(tmp_path):
     parser, path = utils.make_parser(""), str(tmp_path / "other.pt")
     words = ["1", "2", "--batch_size", "64", "--snapshot_path", path]
@@ -182,7 +177,7 @@ def test_more_processes_than_accelerators(machine, line_of):
     assert line == "5 processes, 4 accelerators: try more with --device cpu"
 
 
-def test_a_mac(machine, line_of):
+def test_a_mac_and_a_gpu_without_nccl(machine, line_of):
     """gloo has no collectives for MPS: several processes take the CPU."""
     line = "--device mps: this script can only use auto, cpu here"
     assert line_of(utils.device_type, "mps", distributed=False) == line
@@ -190,11 +185,7 @@ def test_a_mac(machine, line_of):
     assert utils.device_type("auto", distributed=False) == "mps"
     assert utils.device_type("auto", distributed=True) == "cpu"
     assert line_of(utils.device_type, "mps", distributed=True) == line
-
-
-def test_a_gpu_without_nccl(machine):
-    """As on Windows: several processes take the CPU, too."""
-    machine("cuda", 1, nccl=False)
+    machine("cuda", 1, nccl=False)  # as on Windows
     assert utils.device_type("auto", distributed=False) == "cuda"
     assert utils.device_type("auto", distributed=True) == "cpu"
 
@@ -288,9 +279,7 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
     torch.save(snapshot, path)
     line = refused_in_a_rank(name, path.parent, 9, 1)
-    assert (
-        line == "snapshot.pt belongs to another model: choose another --snapshot-path"
-    )
+    assert line.startswith("snapshot.pt belongs to another model: choose another --")
 
 
 def check(saved, mine, model=None):
@@ -347,21 +336,10 @@ def test_a_snapshot_that_fits(capsys):
     check(scheduled, scheduled)
     assert not capsys.readouterr().out, "a scheduler sets the rate itself"
     check(scheduled, sgd)
-    assert (
-        capsys.readouterr().out
-        == "lr is 0.01 as in s.pt by schedule, not 0.1 as here\n"
-    )
-
-
-@pytest.mark.parametrize("name", ["single_gpu.py", "multinode.py"])
-def test_the_learning_rate_of_the_snapshot_is_announced(name, runs, copy_of):
-    path = copy_of(runs(name)[0])
-    script = plant(name, path.parent / "copy", ("lr=0.001", "lr=0.01"))
-    done = train(script, 6, 1, cwd=path.parent)
-    line = "lr is 0.001 as in snapshot.pt, not 0.01 as here\n"
-    assert done.stdout.count(line) == 1
-    (group,) = load(path)["OPTIMIZER_STATE"]["param_groups"]
-    assert group["lr"] == 0.001
+    line = "lr is 0.01 as in s.pt by schedule, not 0.1 as here\n"
+    assert capsys.readouterr().out == line
+    check(sgd, lambda parameters, lr: sgd(parameters, 1))
+    assert capsys.readouterr().out == "lr is 0.1 as in s.pt, not 1 as here\n"
 
 
 # The process

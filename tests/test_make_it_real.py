@@ -1,12 +1,13 @@
 """The lines of docs/make_it_real.md that no command of the page runs."""
 
-import ast
+import inspect
 import re
 import textwrap
 
 import pytest
 import torch
 
+import multigpu
 from tools.proofs.launch import plant, train
 from tools.proofs.results import load
 from tools.scripts import ROOT
@@ -34,16 +35,6 @@ CASES = {
 }
 
 
-def method(text, name):
-    """The lines of a script that are this method."""
-    (node,) = [
-        x
-        for x in ast.walk(ast.parse(text))
-        if isinstance(x, ast.FunctionDef) and x.name == name
-    ]
-    return "".join(text.splitlines(True)[node.lineno - 1 : node.end_lineno])
-
-
 def with_the_lines_of_the_page(text):
     """multigpu.py whose loss divides by the weights of all ranks."""
     page = (ROOT / "docs/make_it_real.md").read_text()
@@ -51,8 +42,8 @@ def with_the_lines_of_the_page(text):
     (steps,) = [x for x in fences if "def _run_batch" in x]
     (tests,) = [x for x in fences if "self.weigh(targets)])" in x]
     steps = textwrap.indent(steps, "    ")
-    text = text.replace(method(text, "_run_batch"), steps)
-    old = method(text, "_evaluate")
+    text = text.replace(inspect.getsource(multigpu.Trainer._run_batch), steps)
+    old = inspect.getsource(multigpu.Trainer._evaluate)
     head, _, rest = old.partition("        loss_sum = ")
     loop = re.search(r"        for source.*?output = .*?\n", rest, re.S)[0]
     first, _, last = tests.partition("        ...\n")
@@ -72,7 +63,7 @@ def test_a_weighted_mean_on_several_processes(case, tmp_path):
             text = with_the_lines_of_the_page(text)
         task = TASK.replace("WEIGHT", weight).replace("IGNORED", str(ignored))
         task = task.replace("REDUCTION", "sum" if cured else "mean")
-        text = text.replace(method(text, "load_train_objs") + "\n\n", task)
+        text = text.replace(inspect.getsource(multigpu.load_train_objs) + "\n\n", task)
         script.write_text(text)
         for nprocs in (1, 2, 4):
             cwd = tmp_path / f"{cured}_{nprocs}"

@@ -60,19 +60,11 @@ def test_steps_by_hand():
         assert slowest_rank(ranks, 1) == pytest.approx(1 + maximum, abs=0.02)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "hsdp"])
-def test_more_is_slower_and_cheaper_is_faster(way):
-    usual = f"{JOB} --way {way} --nodes 1 2 4 8 16 512 --link "
-    slow = efficiency(usual + "10Gbit")
-    assert slow == sorted(slow, reverse=True) and slow[0] > 99 > 40 > slow[1]
-    for better in "25GB/s", "10Gbit --accumulate 8", "10Gbit --gradient-bytes 2":
-        pairs = zip(slow, efficiency(usual + better), strict=True)
-        assert all(before <= after for before, after in pairs)
-    assert run(usual + "10Gbit/s").stdout.count(" bandwidth\n") >= 4
-    fast = f"{JOB} --way {way} --nodes 64 --link 9Tbit "
+def test_latency_or_stragglers_limit_a_step():
+    """That bandwidth does, the page shows."""
+    fast = f"{JOB} --way ddp --nodes 64 --link 9Tbit "
     assert run(fast + "--latency-us 9000").stdout.endswith(" latency\n")
     assert run(fast + "--jitter 0.2").stdout.endswith(" stragglers\n")
-    assert run(f"{JOB} --way {way} --table").stdout.count("GPUs\n") >= 2
 
 
 def test_a_measured_job(tmp_path):

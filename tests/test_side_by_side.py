@@ -15,8 +15,6 @@ from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
 
 pytestmark = pytest.mark.waits  # for a browser
 
-PAIRS = [*itertools.permutations(SCRIPTS, 2)]
-
 
 def side(html, name):
     """The text of one side: of all its lines, as a copy of them would be."""
@@ -25,7 +23,7 @@ def side(html, name):
 
 
 def test_every_pair_shows_both_files_and_marks_each_change(site):
-    for old, new in {*PAIRS, *ALL_EDGES}:
+    for old, new in {*itertools.permutations(SCRIPTS, 2), *ALL_EDGES}:
         html = (site / url_of(old, new)).read_text()
         assert side(html, "old").encode() == (ROOT / old).read_bytes(), (old, new)
         assert side(html, "new").encode() == (ROOT / new).read_bytes(), (old, new)

@@ -85,13 +85,7 @@ class Job:
         return self.wait_until(seen, f"no {pattern!r}")
 
     def wait_for_requeue(self):
-        def requeued():
-            facts = self.facts
-            again = facts["Restarts"] != "0"
-            assert again or facts["JobState"] not in ENDED, "it has ended"
-            return again
-
-        self.wait_until(requeued, "not requeued")
+        self.wait_until(lambda: self.facts["Restarts"] != "0", "not requeued")
 
     def end(self):
         """What Slurm knows of the job when it has ended."""

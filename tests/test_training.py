@@ -72,16 +72,6 @@ def test_learns(typed, name):
     assert not torch.isclose(objects_of(name)[2].weight, after).any()
 
 
-@pytest.mark.parametrize("name", [x for x in OF_THE_TRUNKS_TASK if "/" in x])
-def test_a_variant_learns(runs, copy_of, name):
-    """The run of 5 epochs goes on."""
-    folder, done = runs(name)
-    path = copy_of(folder)
-    args = (15, 15, "--batch-size", batch_size(name, 64))
-    rest = train(ROOT / name, *args, cwd=path.parent)
-    assert has_learnt(done._replace(stdout=done.stdout + rest.stdout), 15)
-
-
 @pytest.mark.parametrize("name", real(SCRIPTS))
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
@@ -168,18 +158,6 @@ def test_says_what_it_does(runs, name):
     assert lines[at + 1] == "0 of 5 epochs are finished in snapshot.pt"
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["2", "4", "5"], "every second epoch, and the last one"
-    more = r"(?: \| [a-z -]+ \d+(?:\.\d{6})?)*"  # a variant's
-    pattern = r"epoch \d/5 \| train loss \d+\.\d{6} \| held-out loss \d+\.\d{6}"
-    pattern += rf"{more} \| [\d,]+ samples/s{more}"
-    assert len([x for x in lines if re.fullmatch(pattern, x)]) == 5
-
-
-def test_ranks_that_share_a_batch_count_once(tmp_path):
-    """Two ranks that see the same samples, as in tensor parallelism, are one."""
-    change = "DistributedSampler(train_set", "DistributedSampler(train_set, 1, 0"
-    script = plant(MULTIGPU, tmp_path / "copy", change)
-    done = train(script, 1, 1, cwd=tmp_path)
-    assert done.stdout.startswith("2 x cpu, batch 32 each: effective batch 32, 64 step")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -5,6 +5,7 @@ Each case writes what its test in tests/test_train_loop.py looks at into this fo
 
 import itertools
 import json
+import operator
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 
 import utils
+from tools.proofs.results import load, same_bits
 from variants import ddp2
 from variants.train_loop import BestCheckpoints, Callback, EarlyStopping, TrainLoop
 
@@ -52,24 +54,20 @@ def comes_back(gpu_mode):
     loop = make_loop(gpu_mode=gpu_mode, model=model, callbacks=[bests])
     loop.test_loader = DataLoader(utils.MyTrainDataset(100, seed=2), 32)
     loop.fit(2)
-    returned = loop.fit(4)
-    parameters = [x for group in loop.optimizer.param_groups for x in group["params"]]
-    interrupt = signal.getsignal(signal.SIGINT)
-    facts = {
-        "the same Ctrl-C": interrupt is signal.default_int_handler,
-        "the same model": returned is model,
-        "the same parameters": all(
-            x is y for x, y in zip(parameters, model.parameters(), strict=True)
-        ),
-        "momentum": len(loop.optimizer.state),
-        "history": loop.history,
-        "test": loop.test_results,
-        "best": bests.state["best"],
-        "group": dist.is_initialized(),
-        "training": model.training,
-    }
-    Path("facts.json").write_text(json.dumps(facts))
-    torch.save(model.state_dict(), "model.pt")
+    assert loop.fit(4) is model and not model.training, "ready for use, in every mode"
+    assert not dist.is_initialized()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (group,) = loop.optimizer.param_groups
+    assert all(map(operator.is_, group["params"], model.parameters()))
+    assert len(loop.optimizer.state) == len(group["params"]) == 4, "momentum"
+    snapshot = load("snapshot.pt")
+    assert snapshot["EPOCHS_RUN"] == len(loop.history) == 4
+    assert snapshot["HISTORY"] == loop.history
+    # The statistics of BatchNorm, too.
+    assert same_bits(model.state_dict(), snapshot["MODEL_STATE"])
+    assert list(loop.test_results) == ["test loss"]
+    ((loss, path),) = bests.state["best"]
+    assert loss == min(x["held-out loss"] for x in loop.history) and Path(path).exists()
 
 
 def again():
@@ -173,20 +171,14 @@ def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
     torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
-def as_gradient_accumulation():
-    make_loop(gpu_mode="ddp", accumulate=4, snapshot_path="node0.pt").fit(5)
-
-
-def as_mixed_precision():
-    make_loop(gpu_mode="ddp", precision="bf16", snapshot_path="node0.pt").fit(5)
-
-
-def as_ddp2():
-    node("ddp2", 1, 0, 2, 32, 5)
-
-
-def unsendable():
-    make_loop(gpu_mode="ddp", criterion=lambda x, y: F.mse_loss(x, y)).fit(1)
+def as_variant(option, value):
+    """Train as a variant of multigpu.py does, with an option that JSON holds."""
+    options = {
+        "gpu_mode": "ddp",
+        "snapshot_path": "node0.pt",
+        option: json.loads(value),
+    }
+    make_loop(**options).fit(5)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,7 @@ def check_faults(page, block):
     """The block's script has each text that is to be replaced just once."""
     text = page.files.get(block.script) or "\n".join(read_lines(block.script))
     for old, _ in block.faults:
-        if text.count(old) != 1:
-            count = text.count(old)
+        if (count := text.count(old)) != 1:
             raise block.wrong(f"{block.script} has {old!r} {count} times, not once")
 
 

@@ -61,28 +61,15 @@ def why_not():
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def environment(**extra):
-    return clean_env(**({"PATH": PATH} | extra))
-
-
 class Job:
     """A command that runs, and `lines`: (time.monotonic(), line) of all that it prints.
 
     It calls `on_line` with each line.
     """
 
-    def __init__(self, command, on_line=None, **popen):
+    def __init__(self, command, on_line=None, cwd=None, **env):
         self.lines = []
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            **popen,
-        )
+        self.process = processes.start(command, cwd, merged=True, **env)
         # It reads until nobody is left who could print.
         self.reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
         self.reader.start()
@@ -183,7 +170,7 @@ class Host:
 
     def start(self, command, on_line=None, **env):
         """Start a long one in its folder: a Job."""
-        return Job(self.inside(command), on_line, env=environment(**env))
+        return Job(self.inside(command), on_line, **({"PATH": PATH} | env))
 
     def processes(self):
         """{pid as seen from here: command line} of all that runs on it."""
@@ -264,7 +251,7 @@ class Hosts(list):
 def start_first(command):
     """Start the first process of new namespaces, which runs HOLD, and wait for them."""
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    first = subprocess.Popen(command, **pipes, env=environment())
+    first = subprocess.Popen(command, **pipes, env=clean_env(PATH=PATH))
     if not first.stdout.readline():
         raise OSError(f"{' '.join(command)}: see above")
     return first

@@ -74,10 +74,8 @@ class Diff:
         added = {line for x in self.hunks for line in lines_of(x[2] + 1, x[3])}
         self.added = {x for x in added & self.code if self.new[x - 1].strip()}
         for unit, there in self.pairs.items():  # only comments or layout have changed
-            new, old = (
-                self.new[unit[0] - 1 : unit[1]],
-                self.old[there[0] - 1 : there[1]],
-            )
+            new = self.new[unit[0] - 1 : unit[1]]
+            old = self.old[there[0] - 1 : there[1]]
             if bare(new) == bare(old) and indent_of(new[0]) == indent_of(old[0]):
                 self.added -= {*lines_of(*unit)}
 

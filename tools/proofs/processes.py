@@ -44,16 +44,17 @@ def clean_env(**extra):
     return {key: str(value) for key, value in env.items() if value is not None}
 
 
-def start(command, cwd, **env):
-    """Start `command` in a session of its own: a Popen with pipes for its output."""
+def start(command, cwd, merged=False, **env):
+    """`command` in a session of its own: a Popen with two pipes, one if `merged`."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
         env=clean_env(**env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
 

@@ -25,7 +25,7 @@ import time
 import utils
 from tools.cli import Parser, error
 from tools.proofs import hosts
-from tools.proofs.processes import TIMEOUT_S, TimedOut
+from tools.proofs.processes import TIMEOUT_S, TimedOut, clean_env
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONF = """
@@ -138,4 +138,4 @@ if __name__ == "__main__":
         error(f"no Slurm on this machine: {reason}")
     with Slurm(args.count, ".") as slurm:
         words = slurm.login.inside(args.command or [os.environ.get("SHELL", "sh")])
-        sys.exit(subprocess.call(words, env=hosts.environment()))
+        sys.exit(subprocess.call(words, env=clean_env(PATH=hosts.PATH)))

@@ -122,6 +122,9 @@ def add_to_page(app, pagename, templatename, context, doctree):
     if pagename.startswith(("side_by_side/", "source/")):
         app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
+    if pagename == "predict":
+        app.add_css_file("one_step.css", priority=900)
+        app.add_js_file("one_step.js", priority=900, loading_method="defer")
 
 
 def setup(app):

@@ -2,7 +2,6 @@
 
 import builtins
 import re
-import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,21 +56,6 @@ def lines(script):
         replace(script["Trainer"], "train", train)
     else:
         replace(script, "main", train)
-
-
-def loop(script):
-    """docs/hangs/hang.py prints how long each rank was in its loop."""
-
-    def train(inner, *arguments):
-        start = time.monotonic()
-        try:
-            return inner(*arguments)
-        finally:
-            took_s = time.monotonic() - start
-            line = f"rank {dist.get_rank()} was in the loop for {took_s:.2f} s\n"
-            print(line, end="")
-
-    replace(script, "train", train)
 
 
 def memory(script):

@@ -1,0 +1,112 @@
+"""The figure of docs/predict.md: its JavaScript says what cluster/predict.py says."""
+
+import json
+import math
+import random
+import re
+from itertools import chain
+
+import pytest
+
+from cluster.predict import Cluster, Job, buckets, judge, predict
+from tests.site_fixtures import check_barriers
+from tools.scripts import ROOT
+
+pytestmark = pytest.mark.waits  # for a browser
+
+USUAL = {"parameters": 1.3e9, "step-ms": 640, "memory-gb": 40}
+USUAL |= {"machines": 8, "gpus": 8, "gbit": 100}
+LOOK = """([v, width]) => {
+    const place = document.querySelector(".draw-one-step div");
+    const [svg, words] = draw(v, width);
+    place.innerHTML = svg;
+    const wait = place.querySelector(".wait").width.baseVal.value;
+    const boxes = [...place.querySelectorAll("text")].map((x) => x.getBBox());
+    const apart = (x, y) => x === y || x.x + x.width < y.x || y.x + y.width < x.x
+        || x.y + x.height < y.y + 4 || y.y + y.height < x.y + 4;
+    const legible = boxes.every((x) => x.x >= 0 && x.x + x.width <= width
+        && boxes.every((y) => apart(x, y)));
+    return JSON.stringify({ ...predict(v), svg, words, wait, legible });
+}"""
+
+
+def inputs(count):
+    chance = random.Random(0)
+    for _ in range(count):
+        powers = [chance.uniform(*x) for x in ((6, 11), (0, 4), (0, 3.6), (-1, 3.5))]
+        parameters, ms, machines, gbit = (10**x for x in powers)
+        values = round(parameters), ms, chance.randint(8, 288), int(machines)
+        yield dict(zip(USUAL, (*values, chance.randint(1, 16), gbit), strict=True))
+
+
+def same(some, others):
+    return all(
+        math.isclose(x, y, rel_tol=1e-9) for x, y in zip(some, others, strict=True)
+    )
+
+
+def test_it_says_what_predict_says(visit):
+    """On 200 random inputs: each bucket, the step of each way, memory, the words."""
+    table = (ROOT / "docs/7_sharding.md").read_text()  # of bytes for a parameter
+    row = r"^\| (DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
+    formulas = re.findall(row, table, re.M)
+    assert len(formulas) == 4
+    tab, limits = visit("predict.html"), set()
+    for number, v in enumerate([USUAL, *inputs(200)]):
+        parameters, ms, memory, nodes, gpus, gbit = v.values()
+        size, width = 4 * parameters, (328, 720)[number % 2]
+        job = Job(ms / 1e3, 2 / 3, size, size, 24, 1, 25 * 2**20)
+        cluster = Cluster(gpus, gbit * 1e9 / 8, 450e9, 1e-5, 0, None)
+        shown = json.loads(tab.evaluate(LOOK, [v, width]))
+        sent = buckets(job, job.compute * job.backward, nodes, cluster)
+        assert same(*map(chain.from_iterable, (shown["sent"], sent))), v
+        for way, (*numbers, limit) in shown["ways"].items():
+            step = predict(way.lower(), job, nodes, cluster)
+            efficiency, expected = judge(step)
+            assert same(numbers, [sum(step), efficiency]) and limit == expected, v
+        *numbers, limit = shown["ways"]["DDP"]
+        limits.add(limit)
+        assert f" {100 * numbers[1]:.1f} %" in shown["words"].replace("(", " ")
+        wait = max(1, (1 - numbers[1]) * (width - 28))
+        assert math.isclose(shown["wait"], wait, abs_tol=0.06), v
+        names = {"W": nodes * gpus, "S": gpus}
+        held = {x: eval(y, names.copy()) * parameters / 1e9 for x, y in formulas}
+        assert [x for x, _ in shown["memory"]] == [*held]
+        assert same([sum(x) for _, x in shown["memory"]], held.values()), v
+        fits = [x for x, gb in held.items() if gb <= memory]
+        assert shown["svg"].count(">too large<") == 4 - len(fits)
+        best = f"{fits[0]} is the first to fit" if fits else "no way fits"
+        best = "DDP fits" if "DDP" in fits else best
+        assert shown["words"].endswith(f"limited by {limit}. {best}.")
+        assert shown["legible"], (v, width)
+    assert limits == {"compute", "latency", "bandwidth"}
+
+
+def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
+    """For readers without JavaScript, and for code hosts."""
+    shown = json.loads(visit("predict.html").evaluate(LOOK, [USUAL, 720]))
+    css = (ROOT / "tools/site/static/one_step.css").read_text().split("\n\n")[0]
+    svg = shown["svg"].replace(">", f"><style>\n{css}\n</style>", 1) + "\n"
+    drawn, kept = tmp_path / "one_step.svg", ROOT / "docs/pictures/one_step.svg"
+    drawn.write_text(svg)
+    assert kept.read_text() == svg, f"stale: cp {drawn} {kept}"
+    alt = f"![{shown['words']}](pictures/one_step.svg)"
+    assert alt in (ROOT / "docs/predict.md").read_text()
+    tab = visit("predict.html", java_script_enabled=False)
+    assert tab.locator("img[src$='one_step.svg']").is_visible()
+
+
+def test_sliders_and_addresses(visit):
+    tab = visit("predict.html#parameters=7e9&gbit=400&gpus=nonsense")
+    figure = tab.locator(".draw-one-step")
+    assert "too large" in figure.locator("svg").text_content()
+    slider = figure.get_by_role("slider", name="GPU memory")
+    slider.press("End")
+    assert slider.get_attribute("aria-valuetext") == "288 GB"
+    status = figure.get_by_role("status").text_content()
+    assert status.endswith("DDP fits.") and "too large" not in status
+    values = "parameters=7e9&step-ms=640&memory-gb=288&machines=8&gpus=8&gbit=400"
+    assert tab.url.endswith(f"predict.html#{values}")
+    tab.goto(tab.url)
+    assert figure.get_by_role("status").text_content() == status
+    check_barriers(tab)

@@ -1,0 +1,158 @@
+// "Draw one step" of docs/predict.md: the formulas of cluster/predict.py, under the same
+// names, and their picture. tests/test_one_step.py compares both with predict.py.
+"use strict";
+
+const [LATENCY, HOP, INSIDE, LAYERS, BACKWARD] = [1e-5, 3e-6, 450e9, 24, 2 / 3];
+const send = (size, [between, inside], nodes, { gpus, link, latency }) =>
+  size / Math.min(...(nodes > 1 ? [link] : []), ...(gpus > 1 ? [INSIDE] : []))
+  + between * latency + inside * Math.min(HOP, latency);
+const ring = (passes, size, nodes, cluster, ranks = nodes * cluster.gpus) =>
+  passes * send(size * (ranks - 1) / ranks, [nodes - 1, ranks - nodes], nodes, cluster);
+const allReduce = (size, nodes, cluster) => Math.min(ring(2, size, nodes, cluster),
+  2 * send(size, [Math.ceil(Math.log2(nodes)), cluster.gpus - 1], nodes, cluster));
+
+function buckets({ compute, bytes }, nodes, cluster) {
+  const found = [];
+  for (let ready = 0, sent = 0; ready < bytes;) {
+    const size = Math.min((ready ? 25 : 1) * 2 ** 20, bytes - ready);
+    const begun = Math.max(sent, BACKWARD * compute * (ready += size) / bytes);
+    found.push([ready, begun, sent = begun + allReduce(size, nodes, cluster)]);
+  }
+  return found;
+}
+
+function fsdp({ compute, bytes }, nodes, cluster, hybrid) {
+  const group = hybrid ? 1 : nodes, gather = ring(1, bytes / LAYERS, group, cluster); // or scatter
+  const between = allReduce(bytes / LAYERS, nodes / group, { ...cluster, gpus: 1 });
+  let [computed, gathered, free, sent] = [0, gather, gather, 0];
+  for (let left = 2 * LAYERS - 1; left >= 0; left--) {
+    const begun = Math.max(computed, gathered), backward = left < LAYERS;
+    computed = begun + (backward ? BACKWARD : 1 - BACKWARD) * compute / LAYERS;
+    gathered = free = Math.max(free, begun) + (left ? gather : 0);
+    if (backward) sent = Math.max(sent, free = Math.max(free, computed) + gather) + between;
+  }
+  return Math.max(computed, free, sent);
+}
+
+// All that the picture shows. A way: [seconds of a step, efficiency, what limits it].
+function predict(v) {
+  const job = { compute: v["step-ms"] / 1e3, bytes: 4 * v.parameters }, nodes = v.machines, { gpus } = v;
+  const ways = {}, ranks = nodes * gpus, cluster = { gpus, link: v.gbit * 1e9 / 8, latency: LATENCY };
+  const forward = (1 - BACKWARD) * job.compute, sent = buckets(job, nodes, cluster);
+  for (const way of ["DDP", "HSDP", "FSDP"]) {
+    const [atOnce, step] = [{ ...cluster, latency: 0 }, cluster].map((x) => way === "DDP"
+      ? forward + buckets(job, nodes, x).at(-1)[2] : fsdp(job, nodes, x, way === "HSDP"));
+    const efficiency = job.compute / step, late = atOnce - job.compute < step - atOnce;
+    ways[way] = [step, efficiency, efficiency >= 0.9 ? "compute" : late ? "latency" : "bandwidth"];
+  }
+  const split = { DDP: [1, 1], "ZeRO-1": [1, ranks], HSDP: [gpus, gpus], FSDP: [ranks, ranks] }, gb = v.parameters / 1e9;
+  const memory = Object.entries(split).map(([way, [model, rest]]) => [way, [4 * gb / model, 4 * gb / model, 8 * gb / rest]]);
+  return { job, forward, sent, memory, ways };
+}
+
+const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
+const short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+const sum = (some) => some.reduce((x, y) => x + y), at = (x) => +x.toFixed(1);
+const box = (x, y, w, h, kind) => `<rect x="${at(x)}" y="${y}" width="${at(Math.max(w, 1))}" height="${h}" class="${kind}"/>`;
+const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class="${kind}">${words}</text>`;
+
+// [the picture as SVG, so many pixels wide; what it says in words].
+function draw(v, width) {
+  const { job, forward, sent, memory, ways } = predict(v), [step, efficiency, limit] = ways.DDP;
+  const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
+  const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
+  const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
+  const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), hues = ["blue", "green", "amber"];
+  const told = [`GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
+  const fits = (parts) => sum(parts) <= v["memory-gb"], first = memory.find((z) => fits(z[1]))?.[0];
+  const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
+  const percent = (z) => `${(100 * z[1]).toFixed(1)} %`;
+  const head = first === "DDP" ? `DDP is ${percent(ways.DDP)} efficient` : `DDP is too large (${percent(ways.DDP)})`;
+  put(32, [head], "ink b h");
+  put(55, fold(told), limit === "compute" ? "ink b" : "red b");
+  put(wide ? 74 : 93, fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
+    `${digits(v.gbit)} Gbit/s, ${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
+  let y = wide ? 104 : 142;
+  put(y, ["Each GPU computes"], "ink b");
+  for (const [from, to, color, words, kind] of [[left, begin, "plain", "forward", "ink mid"],
+    [begin, end, "blue", "backward", "ink b mid"], [end, right, "wait", `waits ${waits} ms`, "red b mid"]])
+    out.push(box(from, y + 8, to - from, 32, color),
+      to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind));
+  const per = Math.ceil(22 * sent.length / (right - left)); // so many buckets are one box
+  y += 86;
+  for (let i = 0, a = begin; i < sent.length; i += per) {
+    const some = sent.slice(i, i + per), [ready, , last] = some.at(-1), to = x(forward + last);
+    const from = to - sum(some.map((z) => x(z[2]) - x(z[1]))), b = begin + ready / job.bytes * (end - begin);
+    out.push(`<path class="band ${to > end + 1 ? "red" : "green"}" d="M${at(a)} ${y - 46}H${at(b - 1)}`
+      + `L${at(Math.max(to - 1, from + 1))} ${y}H${at(from)}z"/>`);
+    if (from < end) out.push(box(from, y, Math.min(to, end) - from - 1, 32, "green"));
+    if (to > end) out.push(box(Math.max(from, end), y, to - Math.max(from, end) - 1, 32, "red"));
+    a = b;
+  }
+  put(y += 50, [`The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}`], "ink b");
+  put(y += 19, ["green: backward hides it; red: nothing does"], "soft");
+  put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
+  const start = left + 60, full = right - start - (wide ? 170 : 136), line = start + 0.8 * full;
+  for (const [way, parts] of memory) {
+    put((y += 28) - 4, [way], "ink b");
+    for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
+      out.push(box(start, y - 19, Math.min(0.8 * sum(parts.slice(0, i + 1)) / v["memory-gb"], 1) * full, 21, fits(parts) ? hues[i] : "red"));
+    const kind = fits(parts) ? "ink end" : "red b end", known = ways[way] ? percent(ways[way]) : "–";
+    out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
+  }
+  out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
+    write(right, y + 25, "efficiency", "soft end"));
+  ["weights", "gradients", "optimizer"].forEach((words, i) => out.push(
+    box(left + 90 * i, y + 39, 10, 10, hues[i]), write(left + 90 * i + 15, y + 49, words, "soft")));
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" width="${width}" height="${y += 64}" viewBox="0 0 ${width} ${y}">`
+    + `${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, `${head}: ${told.join(", ")}. ${best}.`];
+}
+
+const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
+const FIELDS = Object.entries({ // label, unit, default, stops of the slider
+  parameters: ["Parameters", "", 1.3e9, scale(6, 7, 8, 9, 10, 11)],
+  "step-ms": ["GPU step", " ms", 640, scale(0, 1, 2, 3)],
+  "memory-gb": ["GPU memory", " GB", 40, [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288]],
+  machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
+  gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
+  gbit: ["Link", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
+});
+const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", "");
+
+function explore(picture) {
+  const figure = document.createElement("figure"), values = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[2]]));
+  figure.className = "draw-one-step";
+  figure.innerHTML = `<form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
+    + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><div></div>`
+    + '<p><a>Link to this picture</a></p><p><code></code></p><span role="status"></span>';
+  picture.replaceWith(figure);
+  const [form, drawing, link, command, status] = figure.querySelectorAll("form, div, a, code, span");
+  const show = () => {
+    for (const [name, [, unit, , stops]] of FIELDS) {
+      const slider = form.elements[name], text = name === "parameters" ? short(values[name]) : digits(values[name]) + unit;
+      slider.value = stops.findLastIndex((x) => x <= values[name]);
+      slider.ariaValueText = slider.previousElementSibling.textContent = text;
+    }
+    [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
+    link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
+    command.textContent = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
+      + ` --link ${values.gbit}Gbit --nodes ${values.machines} --gpus ${values.gpus}`;
+  };
+  const read = () => {
+    const asked = new URLSearchParams(location.hash.slice(1));
+    for (const [name, [, unit, , stops]] of FIELDS) {
+      const x = unit ? +asked.get(name) : Math.round(asked.get(name));
+      if (x >= stops[0] && x <= stops.at(-1)) values[name] = x;
+    }
+    show();
+  };
+  form.oninput = ({ target: { name, value } }) => {
+    values[name] = Object.fromEntries(FIELDS)[name][3][value];
+    show();
+    history.replaceState(null, "", link.href);
+  };
+  for (const change of ["hashchange", "resize"]) addEventListener(change, read);
+  read();
+  if (location.hash.includes("=")) figure.scrollIntoView();
+}
+document.querySelectorAll("p:has(> img[src$='/one_step.svg'])").forEach(explore);
