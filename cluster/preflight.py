@@ -316,6 +316,7 @@ def check(rank, local, everybody, host, timeout_s, cpu, link_gbit):
         findings.append(("FAIL", f"{who} multiplies wrongly", cure))
     there = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     cure = f"nc -vz {there.replace(':', ' ')}"
+    cure += "; export NCCL_DEBUG=INFO" * (backend == "nccl")  # PyTorch 2.15 starts it
     yield f"connecting all processes ({backend}), by way of {there}", cure
     step = timedelta(seconds=timeout_s / 2)
     # NCCL's own time-out would kill the process before it can say at what.
