@@ -58,7 +58,7 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class=
 
 // [the picture as SVG, so many pixels wide; what it says in words].
 function draw(v, width) {
-  const { job, forward, sent, memory, ways } = predict(v), [step, efficiency, limit] = ways.DDP;
+  const { job, forward, sent: all, memory, ways } = predict(v), sent = v.machines * v.gpus > 1 ? all : [], [step, efficiency, limit] = ways.DDP;
   const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
   const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
   const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
@@ -89,10 +89,10 @@ function draw(v, width) {
     if (to > end) out.push(box(Math.max(from, end), y, to - Math.max(from, end) - 1, 32, "red"));
     a = b;
   }
-  put(y += 50, [`The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}`], "ink b");
-  put(y += 19, ["green: backward hides it; red: nothing does"], "soft");
+  put(y += 50, [sent.length ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "One GPU sends nothing"], "ink b");
+  put(y += 19, ["green: sent during backward; red: GPUs wait"], "soft");
   put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
-  const start = left + 60, full = right - start - (wide ? 170 : 136), line = start + 0.8 * full;
+  const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
   for (const [way, parts] of memory) {
     put((y += 28) - 4, [way], "ink b");
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
@@ -111,11 +111,11 @@ function draw(v, width) {
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
 const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   parameters: ["Parameters", "", 1.3e9, scale(6, 7, 8, 9, 10, 11)],
-  "step-ms": ["GPU step", " ms", 640, scale(0, 1, 2, 3)],
+  "step-ms": ["Step on one GPU", " ms", 640, scale(0, 1, 2, 3)],
   "memory-gb": ["GPU memory", " GB", 40, [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288]],
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
-  gbit: ["Link", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
+  gbit: ["Link between machines", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
 });
 const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", "");
 
@@ -135,8 +135,8 @@ function explore(picture) {
     }
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
-    command.textContent = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
-      + ` --link ${values.gbit}Gbit --nodes ${values.machines} --gpus ${values.gpus}`;
+    command.innerHTML = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
+      + ` --link ${values.gbit}Gbit --nodes ${values.machines} --gpus ${values.gpus}`.replace(/--\S+ \S+/g, "<span>$&</span>");
   };
   const read = () => {
     const asked = new URLSearchParams(location.hash.slice(1));
