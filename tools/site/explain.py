@@ -24,9 +24,11 @@ BELOW = {"siblings": True, "descend": False}
 
 
 def dress(app, doctree):
-    """In a chapter: diffs in colour, and switches between wrong and right outputs."""
+    """In a chapter: diffs in colour, switches between outputs, quiet lists of tests."""
     docname = app.env.docname
     page = parse(f"docs/{docname}.md")
+    for paragraph in doctree.findall(nodes.paragraph):
+        paragraph["classes"] += ["tests"] * paragraph.astext().startswith("Tests: ")
     raws = {x.astext().strip(): x for x in doctree.findall(nodes.raw)}
     runs = [x for x in page.blocks if x.kind in ("diff", "run")]
     at = {x.line: raws[page.lines[x.line - 1]] for x in runs}

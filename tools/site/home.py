@@ -10,10 +10,10 @@ from tools.site.explain import diff_html, losses
 # Whose diffs come first: each of these texts is in one of them, with what goes wrong.
 MISTAKES = {
     "ddp_model(source)": "With self.model, each device trains a model of its own.",
-    "set_epoch": "Without set_epoch, every epoch has the order of the first: a lower loss"
-    " by luck, of another training.",
-    "RandomSampler": "With RandomSampler, all devices take the same samples: a lower loss"
-    " in twice as many steps, but your second device does nothing new.",
+    "set_epoch": "Without set_epoch, every epoch has the order of the first: a lower"
+    " loss by luck, of another training.",
+    "RandomSampler": "With RandomSampler, all devices take the same samples: a lower"
+    " loss in twice as many steps, but your second device does nothing new.",
 }
 
 
