@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(config, items):
 
     The stand-in comes first: autograd counts devices at a process' first backward().
     """
-    items.sort(key=lambda item: item.path.name != "test_standin.py")
+    first = "test_gpu.py", "test_standin.py"
+    items.sort(key=lambda item: item.path.name not in first)
     told = config.getoption("--all") or config.getoption("--minutes") is not None
     if told or any("::" in name for name in config.args):
         return
