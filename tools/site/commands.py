@@ -137,7 +137,12 @@ def run_in_shell(text, cwd, folder):
         process = subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", text],
             cwd=cwd,
-            env=clean_env(PATH=path, CUDA_VISIBLE_DEVICES="", MARK=folder),
+            env=clean_env(
+                PATH=path,
+                CUDA_VISIBLE_DEVICES="",
+                MARK=folder,
+                PYTHONUNBUFFERED=None,  # or lines of several processes mix
+            ),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
