@@ -137,12 +137,7 @@ def run_in_shell(text, cwd, folder):
         process = subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", text],
             cwd=cwd,
-            env=clean_env(
-                PATH=path,
-                CUDA_VISIBLE_DEVICES="",
-                MARK=folder,
-                PYTHONUNBUFFERED=None,  # or lines of several processes mix
-            ),
+            env=clean_env(PATH=path, CUDA_VISIBLE_DEVICES="", MARK=folder),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
