@@ -45,6 +45,7 @@ def become(words):
 
     words: `python SCRIPT ...`, `python -m MODULE ...` or `torchrun ...`, as typed.
     """
+    torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort
     program, *arguments = words
     if program == "torchrun":
         _torchrun(arguments)
