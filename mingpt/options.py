@@ -34,8 +34,6 @@ PRESETS = {
 }
 PRESETS = {k: dict(zip([*SIZES, *STEPS], x, strict=True)) for k, x in PRESETS.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Either multiplies matrices of bfloat16 on a CPU.
-BF16 = "_is_amx_tile_supported", "_is_avx512_bf16_supported"
 
 
 def make_parser(doc):
@@ -112,10 +110,15 @@ def settle(args, device):
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             args.precision = "bf16" if native else "fp16"
-        elif device.type == "cpu" and any(getattr(torch.cpu, x, bool)() for x in BF16):
-            args.precision = "bf16"  # it is faster on this processor
+        elif device.type == "cpu" and bf16_is_faster(**torch.cpu.get_capabilities()):
+            args.precision = "bf16"
     if args.compile == "auto":
         args.compile = "on" if can_compile(device) else "off"
+
+
+def bf16_is_faster(cpu_name="", amx_bf16=False, avx512_bf16=False, **others):
+    """Whether a CPU multiplies matrices faster in bfloat16 (benchmarks/README.md)."""
+    return amx_bf16 or (avx512_bf16 and "AMD" in cpu_name)  # not Intel's AVX512_BF16
 
 
 def can_compile(device):

@@ -60,14 +60,20 @@ def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
             monkeypatch.delattr(which.GPTConfig, "attention", raising=False)
 
 
-@pytest.mark.parametrize("has", ["", *options.BF16])
-def test_auto_is_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has):
-    """By AMX, or by AVX512_BF16 alone, as AMD's processors since Zen 4."""
-    for name in options.BF16:
-        monkeypatch.setattr(torch.cpu, name, lambda here=name == has: here)
+@pytest.mark.parametrize(
+    ("its", "precision"),
+    [
+        ({}, "fp32"),  # a Mac says neither
+        ({"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "bf16"),
+        ({"amx_bf16": False, "avx512_bf16": True, "cpu_name": "AMD EPYC"}, "bf16"),
+        ({"amx_bf16": False, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "fp32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(monkeypatch, its, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: its)
     args = SimpleNamespace(precision="auto", compile="off")
     options.settle(args, torch.device("cpu"))
-    assert args.precision == ("bf16" if has else "fp32")
+    assert args.precision == precision
 
 
 def test_targets_of_minus_one_do_not_count():
