@@ -48,11 +48,20 @@ def home(script):
     return folder.parent if folder.name == "variants" else folder
 
 
-def options_of(name):
-    """The options in the script's docstring command, such as `--accumulate 4`."""
+def shares_a_batch(name):
+    """Whether ranks of it may take one batch: its sampler is told of `num_replicas=`."""
+    return "num_replicas=" in (ROOT / name).read_text()
+
+
+def options_of(name, nprocs=2):
+    """The options in the script's docstring command, such as `--accumulate 4`.
+
+    Ranks that may share a batch do so: `--split 2` is `--split NPROCS`, one replica.
+    """
     words = commands(name)[0]
     numbers = [i for i, word in enumerate(words) if word.isdecimal()]
-    return words[numbers[1] + 1 :]  # after total_epochs and save_every
+    words = words[numbers[1] + 1 :]  # after total_epochs and save_every
+    return [*words[:-1], nprocs] if shares_a_batch(name) else words
 
 
 def command(script, total, every, *options, nprocs=2, own_options=True):
@@ -67,7 +76,7 @@ def command(script, total, every, *options, nprocs=2, own_options=True):
     elif name in SPAWNED:
         options = ("--nprocs", nprocs, *options)
     if own_options:
-        options = (*options_of(name), *options)
+        options = (*options_of(name, nprocs), *options)
     return [str(x) for x in (*before, total, every, *options)]
 
 
@@ -118,12 +127,9 @@ def run_script(script, *arguments, cwd, **env):
 
 
 def batch_size(name, effective, nprocs=2):
-    """`--batch-size` of each process, so that a step takes `effective` samples.
-
-    All ranks share the batch of a script that tells its sampler `num_replicas=`.
-    """
-    shared = "num_replicas=" in (ROOT / name).read_text()
-    return effective if shared or name not in DISTRIBUTED else effective // nprocs
+    """`--batch-size` of each process, so that a step takes `effective` samples."""
+    whole = shares_a_batch(name) or name not in DISTRIBUTED
+    return effective if whole else effective // nprocs
 
 
 def plant(name, folder, *changes, hooks=()):

@@ -15,6 +15,8 @@ def changes_objects(change):
     @functools.wraps(change)
     def hook(script):
         replace(script, "load_train_objs", lambda load: change(*load()))
+        if "PLAN" in script:  # what is put in front of the model moves its layers
+            script["PLAN"] = {f"1.{name}": x for name, x in script["PLAN"].items()}
 
     return hook
 

@@ -1,0 +1,164 @@
+"""tensor_parallel.py: the training of one process, with layers cut over ranks."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.test_fsdp import FEW, LARGE, MODEL
+from tests.test_probe import replicas
+from tools.proofs.launch import command, environment, launch, plant, run_script, train
+from tools.proofs.results import load, losses, weights
+from tools.proofs.warm import Fork
+from tools.scripts import ROOT
+
+NAME, PARENT = "variants/tensor_parallel.py", "multinode.py"
+LAYERS = re.search(r" +layers = .*\n.*\n", (ROOT / NAME).read_text())[0]
+PLAN = re.search(r"PLAN = (.*)\n", (ROOT / NAME).read_text())[1]
+RATE = "lr=0.001", "lr=0.01"
+# Layers that stay whole, a frozen one, weights in another order of memory.
+MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
+    model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    model[0].weight.data = torch.randn(16, 40)[:, ::2]
+    model[3].requires_grad_(False)
+"""
+SEED = "torch.manual_seed(0)", 'torch.manual_seed(int(os.environ["RANK"]))'
+
+
+def test_learns(typed):
+    """With the docstring's own command: to near the noise floor, which is 0.01."""
+    folder, done, _ = typed(NAME)
+    assert losses(done)[0][1] > 0.1
+    assert losses(done)[-1][1] < 0.015
+    assert len(weights(folder / "snapshot.pt")) == 20 * 16 + 16 + 16 + 1
+
+
+@pytest.mark.parametrize("model", [LAYERS, MORE])
+def test_any_split_continues_any_other(tmp_path, model):
+    """2 replicas of 2 ranks, 1 of 4, 2 of 1, then the parent, as the parent alone.
+
+    Ranks begin with other weights. Gradients are clipped by their whole norm.
+    """
+    clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
+    step = "        self.optimizer.step()\n"
+    changes = [(step, clip + step)] * (model == LAYERS)
+    its = [(LAYERS, model), SEED] if model != LAYERS else [SEED]
+    hooks = {"hooks": ["float64"]}  # in which rounding hides nothing
+    mine = plant(NAME, tmp_path / "mine", *its, *changes, **hooks)
+    changes += (MODEL, model), RATE
+    parent = plant(PARENT, tmp_path / "parent", *changes, **hooks)
+    pieces = []
+    for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
+        size = "--batch-size", 64 * split // ranks, "--split", split
+        how = {"cwd": tmp_path, "nprocs": ranks, "own_options": False}
+        pieces += losses(train(mine, epochs, 1, *size, **how))
+    alone = {"cwd": tmp_path, "nprocs": 1}
+    pieces += losses(train(parent, 4, 1, "--batch-size", 64, **alone))
+    whole = "--snapshot-path", "whole.pt"
+    curve = losses(train(parent, 4, 4, "--batch-size", 64, *whole, **alone))
+    torch.testing.assert_close(pieces, curve, rtol=1e-6, atol=2e-6)
+    found, expected = (load(tmp_path / f"{x}.pt") for x in ("snapshot", "whole"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_two_replicas_of_two_ranks(tmp_path):
+    """Each replica has its samples and its random numbers, and both its ranks them."""
+    script = plant(NAME, tmp_path, hooks=["probe"])
+    how = {"cwd": tmp_path, "nprocs": 4, "own_options": False}
+    train(script, 2, 1, "--batch-size", 33, "--split", 2, **how)
+    files = [tmp_path / f"probe.{rank}.json" for rank in range(4)]
+    first, second = replicas([json.loads(x.read_text()) for x in files])
+    assert not {*first["orders"][0]} & {*second["orders"][0]}
+    assert sorted(first["evaluated"] + second["evaluated"]) == [*range(17)]
+    assert len({*first["random"], *second["random"]}) == 4
+
+
+WRONG = {
+    "--split 4 does not divide 2 ranks": (["--split", 4], []),
+    "PLAN names ['4'], the model has ['', '0', '1', '2']": ([], [('"2": p', '"4": p')]),
+    "--split 2 does not divide 0.weight": ([], [("16", "15")]),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line):
+    options, changes = WRONG[line]
+    if "15" in str(changes):
+        changes = [(LAYERS, LAYERS.replace(*changes[0]))]
+    script = plant(NAME, tmp_path / "copy", *changes)
+    options = options or ["--split", 2]
+    done = launch(script, 1, 1, *options, cwd=tmp_path, real="", own_options=False)
+    assert f"error: {line}" in done.stderr
+    assert done.returncode != 0 and not (tmp_path / "snapshot.pt").exists()
+
+
+def test_a_parameter_that_no_rank_uses(tmp_path):
+    """Else ranks would wait for different messages, or train on in silence."""
+    unused = "    model.unused = torch.nn.Linear(1, 1)\n"
+    script = plant(NAME, tmp_path / "copy", (LAYERS, LAYERS + unused))
+    script.write_text(
+        script.read_text().replace("self.model(source)", "self.model[:3](source)")
+    )
+    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    assert "RuntimeError: unused.weight has no gradient" in done.stderr
+
+
+ADDED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+from variants import tensor_parallel
+
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layers = torch.nn.Linear(2, 2), torch.nn.GELU(), torch.nn.Linear(2, 2)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), 1)
+its_list = optimizer.param_groups[0]["params"]
+optimizer.state[model[0].weight]["note"] = 3
+sampler, cpu = DistributedSampler([0]), torch.device("cpu")
+tensor_parallel.split_layers(model, optimizer, sampler, cpu)
+print(its_list[0] is model[0].weight, optimizer.state[model[0].weight])
+print(*[type(x) for x in tensor_parallel.gather([(model[0].weight,)])[0]])
+"""
+
+
+def test_what_a_reader_adds(tmp_path):
+    """A list that an optimizer keeps, a note in its state, a tuple."""
+    (tmp_path / "added.py").write_text(ADDED)
+    done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
+    lines = ["True {'note': 3}", "<class 'torch.Tensor'>"]
+    assert done.stdout.splitlines() == lines, done.stderr
+
+
+def test_a_layer_on_two_machines_is_told(tmp_path):
+    words = [str(x) for x in command(ROOT / NAME, 1, 1, nprocs=1, own_options=False)]
+    words.remove("--standalone")
+    words[1:1] = [
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:29531",
+    ]
+    words += ["--split", "2"]
+    env = environment(ROOT / NAME, {"OMP_NUM_THREADS": 1})
+    forks = []
+    for machine in range(2):
+        (folder := tmp_path / str(machine)).mkdir()
+        forks.append(Fork(words, folder, **env))
+    text = "".join(fork.finish().stdout for fork in forks)
+    line = "the 2 ranks of a layer are on several machines: it will be slow\n"
+    assert text.count(line) == 1
+
+
+@pytest.mark.waits
+def test_a_model_too_large_for_one_rank(tmp_path):
+    """The model and the limit of fsdp.py's test, where multinode.py fails."""
+    pairs = "str(i): (parallel.ColwiseParallel, parallel.RowwiseParallel)[i % 2]()"
+    plan = PLAN, f"{{{pairs} for i in range(14)}}"
+    changes = (LAYERS, LARGE), plan, *FEW
+    script = plant(NAME, tmp_path / "copy", *changes, hooks=["fsdp:limited"])
+    how = {"nprocs": 4, "real": "", "LIMIT_MB": 170}
+    done = launch(script, 2, 2, "--batch-size", 8, cwd=tmp_path, **how)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,269 @@
+"""Split layers that are too wide for one device. Parent: multinode.py
+
+torchrun --standalone --nproc-per-node=2 -m variants.tensor_parallel 50 10 --split 2
+On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+"""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # later, its defaults would hold the process group
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, distribute_tensor, parallel
+from torch.utils.data import DataLoader
+
+import utils
+
+
+def ddp_setup(device, timeout=timedelta(minutes=5)):
+    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
+    place = {} if device.type == "cpu" else {"device_id": device}  # or NCCL guesses
+    dist.init_process_group(backend, timeout=timeout, **place)
+
+
+def split_layers(model, optimizer, sampler, device):
+    """Leave this rank its part of the layers in PLAN; the group of those with it."""
+    split = dist.get_world_size() // sampler.num_replicas
+    shape, names = (sampler.num_replicas, split), ("replica", "split")
+    grid = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if int(os.environ["LOCAL_WORLD_SIZE"]) % split and dist.get_rank() == 0:
+        print(f"the {split} ranks of a layer are on several machines: it will be slow")
+    layers, parts = dict(model.named_modules()), {}
+    if unknown := [name for name in PLAN if name not in layers]:
+        utils.error(f"PLAN names {unknown}, the model has {[*layers]}")
+    for name, layer in layers.items():
+        old = dict(layer.named_parameters(recurse=False))
+        for tensor in [*old.values(), *layer.buffers(recurse=False)]:
+            tensor.data = tensor.data.to(device).contiguous()
+            dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
+        if name in PLAN:
+            parallel.parallelize_module(layer, grid["split"], PLAN[name])
+        for key, x in old.items():
+            new = parts[x] = layer.get_parameter(key)
+            if isinstance(new, DTensor):
+                x.data = torch.empty(0)  # or the device would hold the whole model
+                (cut,) = new.placements
+                if cut.is_shard() and new.shape[cut.dim] % split:
+                    utils.error(f"--split {split} does not divide {name}.{key}")
+    for x, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
+        new = parts[x]
+        for key, value in state.items():
+            if isinstance(new, DTensor) and getattr(value, "shape", None) == new.shape:
+                state[key] = distribute_tensor(value, grid["split"], new.placements)
+    state = optimizer.state_dict()  # by number, so that it fits the new ones
+    for group in optimizer.param_groups:  # or it would train the old parameters
+        group["params"][:] = [parts[x] for x in group["params"]]
+    optimizer.load_state_dict(state)
+    return grid.get_group("replica")
+
+
+def average_gradients(model, group):
+    """Over the replicas, as DDP does. Each rank has its part of the gradients."""
+    for name, x in model.named_parameters():
+        if x.requires_grad:
+            if x.grad is None:
+                raise RuntimeError(f"{name} has no gradient: do all ranks use it?")
+            grad = x.grad.to_local() if isinstance(x, DTensor) else x.grad
+            dist.all_reduce(grad, dist.ReduceOp.AVG, group)
+
+
+def gather(value):
+    """`value` with the tensors in it that are split whole again, on rank 0."""
+    if isinstance(value, dict):
+        return {name: gather(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(gather, value))
+    if isinstance(value, DTensor):
+        return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
+    return value
+
+
+def forget_meshes(model):
+    """They hold the process group, and PyTorch keeps them in its caches."""
+    for x in model.parameters():
+        if isinstance(x, DTensor):
+            vars(x.device_mesh).clear()
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_data: DataLoader,
+        eval_data: DataLoader,
+        device: torch.device,
+        save_every: int,
+        snapshot_path: str,
+    ):
+        self.device = device
+        self.model = model
+        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.optimizer = optimizer
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.epochs_run = 0
+        self._load_snapshot()
+        self.counterparts = split_layers(model, optimizer, train_data.sampler, device)
+
+    def train(self, total_epochs):
+        self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
+        self._print(utils.progress(self.epochs_run, total_epochs, self.snapshot_path))
+        for epoch in range(self.epochs_run, total_epochs):
+            start = time.perf_counter()
+            train_loss = self._run_epoch(epoch)
+            samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
+            held_out_loss = self._evaluate()
+            self.epochs_run = epoch + 1
+            self._print(
+                f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
+                f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
+            )
+            # NaN must not replace the last good snapshot.
+            loss = train_loss + held_out_loss
+            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
+            if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
+                self._save_snapshot()
+
+    def _run_epoch(self, epoch):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        self.train_data.sampler.set_epoch(epoch)
+        sampler = self.train_data.sampler  # ranks of a replica draw the same numbers
+        torch.manual_seed(epoch * sampler.num_replicas + sampler.rank)
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.train_data:
+            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+            loss_sum += self._run_batch(source, targets)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        # .item() waits for the device. In each step, it would slow the training down.
+        return loss_sum.item() / len(self.train_data)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        average_gradients(self.model, self.counterparts)
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _evaluate(self):
+        self.model.eval()
+        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+            dist.broadcast(whole := buffer.contiguous(), src=0)
+            buffer.copy_(whole)  # contiguous() may have copied it
+        loss_sum = torch.zeros((), device=self.device)
+        for source, targets in self.eval_data:
+            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
+            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+            output = self.model(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)
+        dist.all_reduce(loss_sum, group=self.counterparts)  # each replica once
+        return loss_sum.item() / len(self.eval_data.dataset)
+
+    def _print(self, text):
+        if dist.get_rank() == 0:  # one rank prints
+            print(text, flush=True)
+
+    def _save_snapshot(self):
+        snapshot = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+        }
+        snapshot = gather(snapshot)  # all ranks take part
+        if dist.get_rank() == 0:  # one rank writes
+            utils.save_atomically(snapshot, self.snapshot_path)
+        self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
+
+    def _load_snapshot(self):
+        snapshot = utils.read_snapshot(self.snapshot_path)
+        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        newest = epochs.index(max(epochs))  # all load this rank's snapshot
+        if len(set(epochs)) > 1:
+            self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if max(epochs) >= 0:
+            snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
+        if snapshot is None:
+            return
+        utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        self.model.load_state_dict(snapshot["MODEL_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+
+
+# Each rank computes some outputs of the first layer: inputs of the second, added up.
+PLAN = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+
+
+def load_train_objs():
+    """Your data, model, loss (a mean over the batch) and optimizer go here."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
+    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+
+
+def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=device.type == "cuda",
+    )
+
+
+@record  # or torchrun could not show the traceback
+def main(args):
+    rank, local_rank, world_size = utils.torchrun_env()
+    if world_size % args.split:
+        utils.error(f"--split {args.split} does not divide {world_size} ranks")
+    replica, replicas = rank // args.split, world_size // args.split
+    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    device = utils.set_device(args.device, local_rank)
+    ddp_setup(device)
+    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = torch.utils.data.DistributedSampler(
+        train_set, num_replicas=replicas, rank=replica, drop_last=True
+    )
+    train_data = prepare_dataloader(
+        train_set, args.batch_size, sampler, device, drop_last=True
+    )
+    sampler = range(replica, len(eval_set), replicas)  # each sample once
+    eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
+    Trainer(
+        model,
+        loss_fn,
+        optimizer,
+        train_data,
+        eval_data,
+        device,
+        args.save_every,
+        args.snapshot_path,
+    ).train(args.total_epochs)
+    forget_meshes(model)  # or gloo's threads outlive main, and may abort the exit
+    dist.destroy_process_group()  # once the Trainer is gone
+
+
+if __name__ == "__main__":
+    parser = utils.make_parser(__doc__)
+    ranks = "ranks that share a layer"
+    parser.add_argument("--split", type=utils.positive_int, default=1, help=ranks)
+    args = parser.parse_args()
+    main(args)
