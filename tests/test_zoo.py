@@ -19,7 +19,7 @@ import json
 
 import pytest
 
-from tests.zoo import CASES, NAMES, OPTIMIZERS
+from tests.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS
 from tools.proofs import processes
 from tools.proofs.launch import as_typed
 from tools.scripts import ROOT
@@ -30,7 +30,9 @@ GROUPS = {
     "sharded": ["variants/fsdp.py", "variants/sharded_snapshot.py"],
 } | {x.rpartition("/")[2].removesuffix(".py"): [x] for x in NAMES}
 UNUSED = [case for case in CASES if case.startswith("unused")]
-CASES_OF = {"optimizers": OPTIMIZERS, "unused": UNUSED} | {x: [x] for x in CASES}
+CASES_OF = {"optimizers": OPTIMIZERS, "unused": UNUSED, "others": NOT_MLP} | {
+    x: [x] for x in CASES
+}
 # scripts | cases | how the outcome begins | why. Of several rows, the last one counts.
 OTHERWISE = """
 diloco | optimizers | differs | it averages weights, not gradients
@@ -61,6 +63,9 @@ sharded | Adafactor | Refused: Adafactor needs whole | its steps look at a whole
 sharded | Muon | Refused: Muon needs whole | its steps look at a whole matrix
 sharded | Rprop | Refused: Rprop needs whole | PyTorch's does not run on parts
 sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
+tensor_parallel | others | not run | its PLAN names the layers of an MLP
+tensor_parallel | fused SGD | NotImplementedError | PyTorch's does not run on parts
+tensor_parallel | Adafactor, Rprop | RuntimeError: aten. | PyTorch's do not run on parts
 preemptible | dropout | differs | its random numbers follow from the step
 real_job | BatchNorm | differs | each rank has statistics of its own
 real_job | dropout | differs | each rank draws numbers of its own

@@ -32,6 +32,13 @@ def register():
 
     dist.Backend.register_backend("strict", strict, devices=["standin"])
     dist.Backend.backend_capability["gloo"].append("standin")  # as CUDA
+    dist.device_mesh.split_group = split_group
+
+
+def split_group(split_ranks, timeout, **options):
+    """NCCL makes these of one group; here they are made one by one."""
+    groups = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in split_ranks}
+    return next(groups[ranks] for ranks in groups if dist.get_rank() in ranks)
 
 
 def set_data(tensor, new):

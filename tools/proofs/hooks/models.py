@@ -15,8 +15,6 @@ def changes_objects(change):
     @functools.wraps(change)
     def hook(script):
         replace(script, "load_train_objs", lambda load: change(*load()))
-        if "PLAN" in script:  # what is put in front of the model moves its layers
-            script["PLAN"] = {f"1.{name}": x for name, x in script["PLAN"].items()}
 
     return hook
 
@@ -29,12 +27,18 @@ def again(optimizer, model):
 
 
 @changes_objects
-def batch_norm(train_set, eval_set, model, loss_fn, optimizer):
+def norm_in_front(train_set, eval_set, model, loss_fn, optimizer):
     """BatchNorm in front, whose statistics are buffers, one of them a strided one."""
     norm = torch.nn.BatchNorm1d(len(eval_set[0][0]))
     norm.running_mean = torch.stack([norm.running_mean] * 2, dim=1)[:, 0]
     model = torch.nn.Sequential(norm, model)
     return train_set, eval_set, model, loss_fn, again(optimizer, model)
+
+
+def batch_norm(script):
+    """The names of layers change with it."""
+    norm_in_front(script)
+    script["PLAN"] = {f"1.{name}": x for name, x in script.get("PLAN", {}).items()}
 
 
 class Weighted(torch.nn.Module):
