@@ -49,7 +49,7 @@ def home(script):
 
 
 def shares_a_batch(name):
-    """Whether ranks of it may take one batch: its sampler is told of `num_replicas=`."""
+    """Whether its ranks may take one batch: the sampler is told of `num_replicas=`."""
     return "num_replicas=" in (ROOT / name).read_text()
 
 
