@@ -16,6 +16,7 @@ pytestmark = pytest.mark.waits  # for a browser
 
 USUAL = {"parameters": 1.3e9, "step-ms": 640, "memory-gb": 40}
 USUAL |= {"machines": 8, "gpus": 8, "gbit": 100}
+ON_TOP = "activations come on top"
 LOOK = """([v, width]) => {
     const place = document.querySelector(".draw-one-step div");
     const [svg, words] = draw(v, width);
@@ -77,7 +78,7 @@ def test_it_says_what_predict_says(visit):
         assert shown["svg"].count(">too large<") == 4 - len(fits)
         best = f"{fits[0]} is the first to fit" if fits else "no way fits"
         best = "DDP fits" if "DDP" in fits else best
-        assert shown["words"].endswith(f"limited by {limit}. {best}.")
+        assert shown["words"].endswith(f"limited by {limit}. {best}; {ON_TOP}.")
         assert shown["legible"], (v, width)
     assert limits == {"compute", "latency", "bandwidth"}
 
@@ -98,13 +99,16 @@ def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
 
 def test_sliders_and_addresses(visit):
     tab = visit("predict.html#parameters=7e9&gbit=400&gpus=nonsense")
+    heading = tab.get_by_role("heading", name="Draw one step").bounding_box()
+    assert 0 < heading["y"] < 100
     figure = tab.locator(".draw-one-step")
     assert "too large" in figure.locator("svg").text_content()
+    assert "gpus=nonsense (takes 1 to 16)" in figure.text_content()
     slider = figure.get_by_role("slider", name="GPU memory")
     slider.press("End")
     assert slider.get_attribute("aria-valuetext") == "288 GB"
     status = figure.get_by_role("status").text_content()
-    assert status.endswith("DDP fits.") and "too large" not in status
+    assert status.endswith(f"DDP fits; {ON_TOP}.") and "too large" not in status
     values = "parameters=7e9&step-ms=640&memory-gb=288&machines=8&gpus=8&gbit=400"
     assert tab.url.endswith(f"predict.html#{values}")
     tab.goto(tab.url)

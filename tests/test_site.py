@@ -101,3 +101,6 @@ def test_search_finds_what_chapters_say_and_show(visit):
         tab.wait_for_function("scrollY > 0")
         box = tab.locator("article .highlighted").first.bounding_box()
         assert 0 < box["y"] < WIDE["height"], "the word is in sight"
+    links = visit(f"search.html?q={NEW}").locator("#search-results li > a")
+    for number, page in enumerate(["2_multigpu.html", PAIR]):
+        assert links.nth(number).get_attribute("href") == page

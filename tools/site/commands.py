@@ -72,7 +72,7 @@ OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
 PLAIN = rf"(\w+=\S+ )*({OURS})( [\w./:=-]+)*"
 # Those that send signals or look at processes need real ones. So do those that fail,
 # because a traceback of a fork shows also what has made the fork.
-REAL = r"\bkill\b|\bgetppid\b"
+REAL = r"\b(kill|getppid|assert)\b"
 
 
 @dataclass

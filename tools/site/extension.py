@@ -80,7 +80,13 @@ def make_pages(app):
     """The pages that are not made from Markdown."""
     explained = pages.explanations()
     scripts = sorted(SCRIPTS, key=ancestry)
-    common = {
+    pairs = [(old, new) for old in scripts for new in scripts if old != new]
+    metadata = app.env.metadata.values()
+    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
+    pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
+    linked = {name for data in metadata for name in data.get("files", [])}
+    files = sorted(linked.union(*pairs))
+    app.builder.globalcontext |= {  # which Sphinx's page for searching gets as well
         "scripts": scripts,
         "edges": ALL_EDGES,
         "ancestry": ancestry,
@@ -89,20 +95,15 @@ def make_pages(app):
         "page_of": page_of,
         "chapters": {name: chapters(name, explained) for name in PARENTS},
         "title_of": pages.title,
+        "sizes": {pair: len(changed_lines(*pair)) for pair in pairs},
+        "files": files,
     }
-    pairs = [(old, new) for old in scripts for new in scripts if old != new]
-    metadata = app.env.metadata.values()
-    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
-    pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
-    sizes = {pair: len(changed_lines(*pair)) for pair in pairs}
-    common["sizes"] = sizes
-    yield "index", common | home(explained), "home.html"
-    table = {"title": "Compare any two"}
-    yield "side_by_side/index", common | table, "table_of_pairs.html"
+    yield "index", home(explained), "home.html"
+    yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
     explainer = Explainer(app)
     for old, new in pairs:
         whys = explainer.whys(old, new, explain(old, new, explained))
-        context = common | {
+        context = {
             "title": f"{old} and {new} side by side",
             "old": old,
             "new": new,
@@ -110,9 +111,8 @@ def make_pages(app):
             "parts": parts(old, new, whys),
         }
         yield page_of(old, new), context, "side_by_side.html"
-    linked = {name for data in metadata for name in data.get("files", [])}
-    for name in sorted(linked.union(*pairs)):
-        context = common | {"title": name, "lines": "".join(plain_lines(name))}
+    for name in files:
+        context = {"title": name, "lines": "".join(plain_lines(name))}
         yield f"source/{name}", context, "source.html"
 
 

@@ -51,18 +51,18 @@ function predict(v) {
 }
 
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
-const short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", ""), short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 const sum = (some) => some.reduce((x, y) => x + y), at = (x) => +x.toFixed(1);
 const box = (x, y, w, h, kind) => `<rect x="${at(x)}" y="${y}" width="${at(Math.max(w, 1))}" height="${h}" class="${kind}"/>`;
 const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class="${kind}">${words}</text>`;
 
 // [the picture as SVG, so many pixels wide; what it says in words].
 function draw(v, width) {
-  const { job, forward, sent: all, memory, ways } = predict(v), sent = v.machines * v.gpus > 1 ? all : [], [step, efficiency, limit] = ways.DDP;
+  const { job, forward, sent: all, memory, ways } = predict(v), sent = v.machines * v.gpus > 1 ? all : [], [step, , limit] = ways.DDP;
   const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
   const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
   const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
-  const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), hues = ["blue", "green", "amber"];
+  const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const told = [`GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
   const fits = (parts) => sum(parts) <= v["memory-gb"], first = memory.find((z) => fits(z[1]))?.[0];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
@@ -89,23 +89,22 @@ function draw(v, width) {
     if (to > end) out.push(box(Math.max(from, end), y, to - Math.max(from, end) - 1, 32, "red"));
     a = b;
   }
-  put(y += 50, [sent.length ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "One GPU sends nothing"], "ink b");
-  put(y += 19, ["green: sent during backward; red: GPUs wait"], "soft");
-  put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
+  const part = (down, head, words) => (put(y += down, [head], "ink b"), put(y += 19, [words], "soft"));
+  part(50, sent.length ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "One GPU sends nothing", "green: sent during backward; red: GPUs wait");
+  part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
   for (const [way, parts] of memory) {
     put((y += 28) - 4, [way], "ink b");
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, Math.min(0.8 * sum(parts.slice(0, i + 1)) / v["memory-gb"], 1) * full, 21, fits(parts) ? hues[i] : "red"));
-    const kind = fits(parts) ? "ink end" : "red b end", known = ways[way] ? percent(ways[way]) : "–";
+      out.push(box(start, y - 19, Math.min(0.8 * sum(parts.slice(0, i + 1)) / v["memory-gb"], 1) * full, 21, fits(parts) ? kinds[i] : "ink"));
+    const kind = fits(parts) ? "ink end" : "ink b end", known = ways[way] ? percent(ways[way]) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
   out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
-    write(right, y + 25, "efficiency", "soft end"));
-  ["weights", "gradients", "optimizer"].forEach((words, i) => out.push(
-    box(left + 90 * i, y + 39, 10, 10, hues[i]), write(left + 90 * i + 15, y + 49, words, "soft")));
+    write(right, y + 25, "efficiency", "soft end"), ...kinds.flatMap((kind, i) => [
+      box(left + 90 * i, y + 39, 10, 10, kind), write(left + 90 * i + 15, y + 49, kind, "soft")]));
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" width="${width}" height="${y += 64}" viewBox="0 0 ${width} ${y}">`
-    + `${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, `${head}: ${told.join(", ")}. ${best}.`];
+    + `${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, `${head}: ${told.join(", ")}. ${best}; activations come on top.`];
 }
 
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
@@ -117,16 +116,15 @@ const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
   gbit: ["Link between machines", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
 });
-const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", "");
 
 function explore(picture) {
   const figure = document.createElement("figure"), values = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[2]]));
   figure.className = "draw-one-step";
   figure.innerHTML = `<form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
-    + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><div></div>`
+    + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><em></em><div></div>`
     + '<p><a>Link to this picture</a></p><p><code></code></p><span role="status"></span>';
   picture.replaceWith(figure);
-  const [form, drawing, link, command, status] = figure.querySelectorAll("form, div, a, code, span");
+  const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, span");
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name]) : digits(values[name]) + unit;
@@ -139,20 +137,22 @@ function explore(picture) {
       + ` --link ${values.gbit}Gbit --nodes ${values.machines} --gpus ${values.gpus}`.replace(/--\S+ \S+/g, "<span>$&</span>");
   };
   const read = () => {
-    const asked = new URLSearchParams(location.hash.slice(1));
+    const asked = new URLSearchParams(location.hash.slice(1)), ignored = [];
     for (const [name, [, unit, , stops]] of FIELDS) {
       const x = unit ? +asked.get(name) : Math.round(asked.get(name));
       if (x >= stops[0] && x <= stops.at(-1)) values[name] = x;
+      else if (asked.has(name)) ignored.push(` ${name}=${asked.get(name)} (takes ${typed(stops[0])} to ${typed(stops.at(-1))})`);
     }
+    note.textContent = ignored.length ? `Ignored in the address:${ignored}` : "";
     show();
   };
   form.oninput = ({ target: { name, value } }) => {
     values[name] = Object.fromEntries(FIELDS)[name][3][value];
     show();
-    history.replaceState(null, "", link.href);
+    history.replaceState(null, note.textContent = "", link.href);
   };
   for (const change of ["hashchange", "resize"]) addEventListener(change, read);
   read();
-  if (location.hash.includes("=")) figure.scrollIntoView();
+  if (location.hash.includes("=")) figure.closest("section").scrollIntoView();
 }
 document.querySelectorAll("p:has(> img[src$='/one_step.svg'])").forEach(explore);

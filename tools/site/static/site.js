@@ -29,22 +29,27 @@ const reach = new ResizeObserver((entries) => {
 const wide = "article pre, article .table-wrapper, article p:has(> img)";
 for (const box of all(wide)) reach.observe(box);
 
-// In a search, a heading with all words of the query comes first: the last is shown first.
+// In a search, the pages of a script that is named come first, then headings with all
+// words of the query. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
   const search = Search._performSearch;
   Search._performSearch = (query, ...terms) => {
-    const words = query.toLowerCase().replace(/\boom\b/, "out of memory").split(/\s+/);
+    const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")];
+    const words = typed.replace(/\boom\b/, "out of memory").split(/\s+/);
     const has = (title) => words.every((x) => ` ${title.toLowerCase()}`.includes(x));
     const { alltitles, docnames, filenames, titles } = Search._index;
-    const first = Object.entries(alltitles)
+    const headings = Object.entries(alltitles)
       .filter(([title]) => has(title))
       .sort(([a], [b]) => b.length - a.length)
       .flatMap(([title, places]) => places.map(([file, id]) => {
         const name = titles[file] === title ? title : `${titles[file]} > ${title}`;
         return [docnames[file], name, id ? `#${id}` : "", null, 100, filenames[file], "title"];
       }));
-    const known = new Set(first.map((x) => x[0] + x[2]));
-    return [...search(query, ...terms).filter((x) => !known.has(x[0] + x[2])), ...first];
+    const named = FILES.filter(([file]) => names.some((x) => `/${file}`.endsWith(`/${x}`)))
+      .map(([, page, title]) => [page, title, "", null, 100, "", "title"]).reverse();
+    const before = (found, known) => [
+      ...found.filter((x) => !known.some((y) => x[0] + x[2] === y[0] + y[2])), ...known];
+    return before(search(query, ...terms), before(headings, named));
   };
   addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
