@@ -52,6 +52,7 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
         how |= {"cwd": folder, "PYTHONPATH": f"{ROOT}:{own}"}
         done = gpt(*OPTIONS, *options, **how)
         assert (done.returncode == 0) == good, done.stdout + done.stderr
+        return done
 
     run(own / "whole", *TWO, nprocs=2)
     run(own / "parts", *TWO, "--shard", nprocs=2)
