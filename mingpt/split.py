@@ -6,10 +6,10 @@ features. All else is whole on each rank, with the same gradients.
 """
 
 import functools
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import utils
 from mingpt.model import GPT
@@ -40,12 +40,12 @@ def column_wise(layer, group, x):
     x = x.view_as(x)  # so that its gradient comes from this layer alone
     if x.requires_grad:  # Megatron's f: x gets the gradients of all ranks' parts
         x.register_hook(sum_over_group)
-    return F.linear(x, layer.weight, layer.bias)
+    return torch.nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def row_wise(layer, group, x):
     """All outputs of a Linear, (B, T, O), from a part of its inputs, (B, T, I / N)."""
-    y = F.linear(x, layer.weight)
+    y = torch.nn.functional.linear(x, layer.weight)
     # Megatron's g: unseen by autograd, so that each part gets the sum's gradient.
     dist.all_reduce(y.detach(), group=group)
     return y + layer.bias.to(y.dtype)  # once, not on each rank
@@ -66,9 +66,10 @@ def cut(model, optimizer, size, device):
 
     Before, each rank has the whole model, on the CPU. All start from rank 0's weights.
     """
-    shape = dist.get_world_size() // size, size
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "split"))
-    group = mesh.get_group("split")
+    ranks, minutes = torch.arange(dist.get_world_size()), timedelta(minutes=5)
+    ranks = ranks.view(-1, size)  # neighbours are in a group
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), minutes)
+    data_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), minutes)
     for attn, mlp in [(x.attn, x.mlp) for x in model.transformer.h]:
         for layer, forward, dim, matrices in (
             (attn.c_attn, column_wise, 0, 3),  # those of q, k and v, in one weight
@@ -91,7 +92,7 @@ def cut(model, optimizer, size, device):
         x.data = part(value, *x.cut) if hasattr(x, "cut") else value
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
     optimizer.register_state_dict_pre_hook(mark_state)
-    return mesh.get_group("data")
+    return data_group
 
 
 def mark_state(optimizer):

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import utils
@@ -162,7 +161,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        clip = split.clip_grad_norm_ if self.split > 1 else clip_grad_norm_
+        clip = (split if self.split > 1 else torch.nn.utils).clip_grad_norm_
         clip(list(self.model.parameters()), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
