@@ -16,7 +16,7 @@ from mingpt.model import GPT
 
 
 def check(args, model, optimizer):
-    """End with one line if --split does not fit the rest."""
+    """End with one line if --split does not fit the model, the ranks or the options."""
     if args.split == 1:
         return
     # AdamW does not need whole matrices, as Muon does.
