@@ -43,7 +43,7 @@ BATCH = 12
 STEPS = 300  # about half a pass over the text
 WEIGHT_DECAY = 0.1  # as all of these, mingpt.train's default
 OPTIONS = {"warmup": 0.05, "clip": 1.0, "accumulate": 1}
-OPTIONS |= {"precision": "fp32", "compile": "off", "shard": False}
+OPTIONS |= {"precision": "fp32", "compile": "off", "shard": False, "split": 1}
 OPTIONS |= {"model": None, "snapshot_path": None}  # it saves nothing
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.

@@ -59,14 +59,14 @@ class CausalSelfAttention(nn.Module):
         self.attention = config.attention
 
     def forward(self, x, cache):
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
+        B, T, _ = x.shape
+        q, k, v = self.c_attn(x).chunk(3, dim=2)
         q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
         if cache is not None:
             k, v = cache.extend(k, v)
         y = self.attention(q, k, v, self.dropout * self.training)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        y = self.c_proj(y.transpose(1, 2).flatten(2))
         return F.dropout(y, self.dropout, self.training)
 
 

@@ -66,6 +66,8 @@ def make_parser(doc):
     add("--checkpoint", action="store_true", help=text)
     text = "leave each rank a part of the model: it may be larger than a device"
     add("--shard", action="store_true", help=text)
+    text = "neighbouring ranks that share out each layer and a batch (default: 1)"
+    add("--split", type=utils.positive_int, default=1, metavar="RANKS", help=text)
     text = "of the first weights, the order of the text and the dropout (default: 0)"
     add("--seed", type=int, default=0, help=text)
     text = "steps between evaluations, samples and snapshots (default: a tenth)"

@@ -9,10 +9,12 @@ import torch.distributed as dist
 def describe_run(args, corpus, model, device, steps_run):
     """What is about to run, in four lines."""
     config, world_size = model.config, dist.get_world_size()
-    tokens = world_size * args.batch_size * config.block_size
+    tokens = world_size // args.split * args.batch_size * config.block_size
     passes = args.steps * tokens / len(corpus.train)
-    parameters = sum(x.numel() for x in model.parameters())
+    sizes = [(x.numel(), hasattr(x, "cut")) for x in model.parameters()]
+    parameters = sum(size * (args.split if cut else 1) for size, cut in sizes)
     compiled = "compiled" if args.compile == "on" else "not compiled"
+    compiled += f", split over {args.split} ranks" if args.split > 1 else ""
     return (
         f"text: {corpus.description}\n"
         f"model: {args.model}, {parameters / 1e6:.2f} M parameters, {config.n_layer}"

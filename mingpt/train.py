@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, checks, data, loading, options, report
+from mingpt import batches, checks, data, loading, options, report, split
 from variants.fsdp import shard
 
 
@@ -62,16 +63,14 @@ class Trainer:
         self.dtype = options.DTYPES[args.precision]
         scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
-        self.model = model if args.shard else model.to(device)
+        # Ranks that split layers are one replica: they share batch and random numbers.
+        self.split, self.replica = args.split, dist.get_rank() // args.split
+        self.replicas = dist.get_world_size() // args.split
+        self.model = model if args.shard or args.split > 1 else model.to(device)
         if args.compile == "on":
             # Or threads add up an embedding's gradient in the order in which they come.
             torch.use_deterministic_algorithms(device.type == "cpu", warn_only=True)
             self.model.compile(dynamic=False, options=options.compile_options(device))
-        self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
-        # One rank has no other to average with. A sharded model averages by itself.
-        if dist.get_world_size() > 1 and not args.shard:
-            self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-            self.no_sync = self.ddp_model.no_sync
         self.optimizer = optimizer
         self.train_data, self.eval_data = train_data, eval_data
         self.corpus = corpus
@@ -80,8 +79,16 @@ class Trainer:
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self._load_snapshot()
+        data_group = None  # all ranks
         if args.shard:  # also what was loaded
             self._shard()
+        elif args.split > 1:
+            data_group = split.cut(model, optimizer, args.split, device)
+        self.ddp_model, self.no_sync = self.model, contextlib.nullcontext
+        # One replica has no other to average with. A sharded model averages by itself.
+        if self.replicas > 1 and not args.shard:
+            self.ddp_model = DistributedDataParallel(model, process_group=data_group)
+            self.no_sync = self.ddp_model.no_sync
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
         signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
 
@@ -120,16 +127,16 @@ class Trainer:
         steps = min(every - self.steps_run % every, total - self.steps_run)
         for source, targets in itertools.islice(self.train_data, steps):
             self._stop_if_told()
-            torch.manual_seed(hash((self.seed, self.steps_run, dist.get_rank())))
+            torch.manual_seed(hash((self.seed, self.steps_run, self.replica)))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
             loss_sum += loss * source.numel()
             tokens += source.numel()
             self.steps_run += 1
-            self.windows_run += len(source) * dist.get_world_size()
+            self.windows_run += len(source) * self.replicas
             if self.steps_run % every and self.steps_run % max(1, every // 20) == 0:
-                (loss,) = self._sum(loss / dist.get_world_size())  # waits for the GPU
+                (loss,) = self._sum(loss / self.replicas)  # waits for the GPU
                 self._print(f"step {self.steps_run}/{total} | loss {loss:.4f}")
         loss_sum, tokens = self._sum(loss_sum, tokens)
         return loss_sum / tokens, tokens
@@ -154,7 +161,8 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        clip = (split if self.split > 1 else torch.nn.utils).clip_grad_norm_
+        clip(list(self.model.parameters()), self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
@@ -207,7 +215,7 @@ class Trainer:
     def _sum(self, *values):
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.cpu_group)
-        return total.tolist()
+        return (total / self.split).tolist()  # each replica counts once
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
@@ -226,7 +234,7 @@ class Trainer:
     def _save_snapshot(self):
         path, self.steps_saved = self.snapshot_path, self.steps_run
         snapshot = {
-            "MODEL_STATE": self.model.state_dict(),
+            "MODEL_STATE": self.model.state_dict(keep_vars=True),  # with their `cut`
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
@@ -269,12 +277,14 @@ class Trainer:
 def copy_to_cpu(value, copies):
     """`value`, all tensors in its dicts and lists copied. Tied ones stay tied.
 
-    All ranks gather what is sharded, one tensor at a time. Rank 0 has the copies.
+    All ranks gather what is in parts, one tensor at a time. Rank 0 has the copies.
     """
     if isinstance(value, torch.Tensor):
         whole = part = value
         if isinstance(value, DTensor):
             whole, part = value.full_tensor(), value.to_local()
+        elif hasattr(value, "cut"):
+            whole = split.whole(value.detach(), *value.cut)
         if dist.get_rank() > 0:
             return None
         place = part.data_ptr(), value.dtype, value.shape, value.stride()
@@ -323,14 +333,15 @@ def main(args):
     corpus, model, optimizer = load_train_objs(args, device)
     ddp_setup(device)
     checks.check_ranks(args, corpus)
+    split.check(args, model, optimizer)
     sizes = model.config.block_size, args.batch_size
     if len(corpus.train) <= model.config.block_size:
         utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
-    place = args.seed, rank, world_size
+    place = args.seed, rank // args.split, world_size // args.split
     sampler = batches.StepSampler(len(corpus.train), *sizes, *place)
     train_set = batches.Blocks(corpus.train, model.config.block_size)
     train_data = prepare_dataloader(train_set, args.batch_size, sampler, device)
-    sampler = batches.eval_starts(len(corpus.val), *sizes, rank, world_size)
+    sampler = batches.eval_starts(len(corpus.val), *sizes, *place[1:])
     eval_set = batches.Blocks(corpus.val, model.config.block_size)
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     trainer = Trainer(model, optimizer, train_data, eval_data, device, corpus, args)

@@ -52,6 +52,7 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
         how |= {"cwd": folder, "PYTHONPATH": f"{ROOT}:{own}"}
         done = gpt(*OPTIONS, *options, **how)
         assert (done.returncode == 0) == good, done.stdout + done.stderr
+        return done
 
     run(own / "whole", *TWO, nprocs=2)
     run(own / "parts", *TWO, "--shard", nprocs=2)
@@ -85,11 +86,12 @@ def test_resumes_without_it_and_with_it(runs, tmp_path):
 @pytest.mark.waits
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
 @pytest.mark.parametrize("lr", [0.001, 1e38])  # the second: weights are not finite
-def test_no_gloo_thread_outlives_main(text, tmp_path, lr):  # noqa: F811
+@pytest.mark.parametrize("how", [["--shard"], ["--split", 2]])
+def test_no_gloo_thread_outlives_main(text, tmp_path, how, lr):  # noqa: F811
     """One that does may abort the exit. Only a new interpreter shows it."""
     (log := tmp_path / "log").mkdir()
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mingpt.train"]
-    options = [*text, *TINY, "--steps", 2, "--shard", "--lr", lr]
+    options = [*text, *TINY, "--steps", 2, *how, "--lr", lr]
     env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log, "OMP_NUM_THREADS": 1}
     done = run([*as_typed(words), *options], tmp_path, **env)
     assert done.returncode == (lr > 1)

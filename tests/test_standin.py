@@ -74,7 +74,14 @@ LOOP = "variants.train_loop 2 1 --gpu-mode"
 
 @pytest.mark.parametrize(
     "words",
-    [GPT, f"{GPT} --shard", f"{LOOP} dp", f"{LOOP} ddp", f"{LOOP} ddp2"],
+    [
+        GPT,
+        f"{GPT} --shard",
+        f"{GPT} --split 2",
+        f"{LOOP} dp",
+        f"{LOOP} ddp",
+        f"{LOOP} ddp2",
+    ],
 )
 def test_a_module_trains_as_on_the_cpu(words, tmp_path):
     start = ["python"]

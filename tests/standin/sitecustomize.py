@@ -49,6 +49,7 @@ def set_data(tensor, new):
     new = new.detach()
     if isinstance(tensor, torch.nn.Parameter):
         new = torch.nn.Parameter(new, tensor.requires_grad)
+    vars(new).update(vars(tensor))  # as on CUDA, its attributes stay
     torch.utils.swap_tensors(tensor, new)
 
 
