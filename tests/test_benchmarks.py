@@ -9,8 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import single_gpu
-from benchmarks import ablation, diloco, gpt, loop, variants
+from benchmarks import ablation, diloco, gpt, variants
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
 from tools.pages import explanations, parse
@@ -22,16 +21,6 @@ pytestmark = pytest.mark.waits
 reason = variants.why_no_networks("cpu")
 needs_networks = pytest.mark.skipif(reason is not None, reason=str(reason))
 WEIGHTS = 809_001  # of the model, with its hidden layers
-
-
-def test_the_loop_of_single_gpu_trains_as_the_bare_loop():
-    train_objs, device = single_gpu.load_train_objs(), torch.device("cpu")
-    before = train_objs[2].weight.clone()
-    bare, ours = (kind(train_objs, device) for kind in (loop.BareLoop, loop.SingleGpu))
-    assert bare.turn() > 0
-    assert ours.turn() > 0
-    assert not torch.equal(ours.model.weight, before)
-    loop.check_weights(bare, ours)
 
 
 @needs_networks
