@@ -72,8 +72,8 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
 
 
 @BOTH
-def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, address, viewport):
-    """Under its diff. And no page moves while it loads."""
+def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
+    """Under its diff."""
     tab = visit("index.html", viewport=viewport)
     found = (
         tab.locator(f".mistake {x}").first for x in ("pre", ".right b", ".wrong b")
@@ -82,12 +82,6 @@ def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, address, vi
     y, other = (x.bounding_box()["y"] for x in numbers)
     assert diff.bounding_box()["y"] < y == other < viewport["height"] - 30
     assert numbers[0].inner_text() != numbers[1].inner_text()
-    shift = """() => new Promise((done) => new PerformanceObserver((list) =>
-        done(list.getEntries().reduce((sum, x) => sum + x.value, 0))
-    ).observe({type: "layout-shift", buffered: true}) ?? setTimeout(done, 500, 0))"""
-    for name in ("index.html", PAIR, "2_multigpu.html"):
-        tab.goto(address + name)
-        assert tab.evaluate(shift) < 0.1, name
 
 
 def test_search_finds_what_chapters_say_and_show(visit):
