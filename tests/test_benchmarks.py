@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import ablation, diloco, gpt, variants
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
-from tools.pages import explanations, parse
 from tools.proofs.hosts import Hosts
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
@@ -111,23 +110,9 @@ def test_flops_are_those_that_pytorch_counts():
     assert gpt.flops_per_token(model) * idx.numel() == counted.get_total_flops()
 
 
-def test_the_ablation_leaves_no_change_out():
-    """test_gpt_modern.py trains each of its models."""
-    places = explanations([parse("docs/modern_gpt.md")])[ablation.OLD, ablation.NEW]
-    headings = {heading for _, heading, _ in places.values()}
-    assert headings - {*ablation.CHANGES} == {"Name the parent and the sources"}
-
-
-def test_the_ablation_goes_on_where_it_was(tmp_path, capsys):
-    """It was killed in its last run, which it repeats."""
-    path, lines = tmp_path / "results.csv", ablation.RESULTS.read_text().splitlines()
-    path.write_text("\n".join(lines[:-1]) + "\n")
-    results = ablation.Results(path)
-    for kind in ("rate", "tokens", "time"):
-        ablation.fill(results, kind, ablation.variants())
-    assert capsys.readouterr().out.startswith("1/1 time: ")
-    *run, loss, _ = lines[-1].split(",")
-    *its_run, its_loss, _ = path.read_text().splitlines()[-1].split(",")
-    assert its_run == run
+def test_the_ablation_repeats_a_run():
+    (results := ablation.Results()).read()
+    run = ablation.Run("modern.py", 0, results.rate("modern.py"), ablation.STEPS)
+    loss = ablation.measure(ablation.variants()["modern.py"], run)
     # The batches had another order then.
-    assert float(its_loss) == pytest.approx(float(loss), abs=0.1)
+    assert loss == pytest.approx(results.loss[run], abs=0.1)
