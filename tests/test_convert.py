@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import os
 import re
 import runpy
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import OBSERVER, with_lines_added
+from tests.conftest import OBSERVER
 from tools.diffs import hunks
 from tools.pages import parse
 from tools.proofs.launch import plant, run_script, run_words
@@ -186,26 +185,6 @@ def test_compare_shows_a_mistake(mistake, compared, tmp_path):
     found = re.findall(r"by (\S+), rate (\S+)", done.stdout)
     assert len(found) == 3
     assert all(float(difference) > 1e-5 for difference, _ in found[1:])
-
-
-def test_a_line_added_anywhere_runs_on_every_rank(tmp_path):
-    """In `train`, `test` and `main`; a scheduler, a counter or a `break` goes there."""
-    script = plant(AFTER, tmp_path / "copy", hooks=["notes:lines"])
-    text, count = with_lines_added(script.read_text(), "train", "test", "main")
-    assert count > 50
-    seed = "torch.manual_seed(args.seed + epoch * world_size + rank)\n"
-    assert text.count(seed) == 1
-    note = "        passed.append(str(torch.initial_seed()))\n"
-    script.write_text(text.replace(seed, seed + note))
-    options = ("--epochs", 2, "--compare", "--save-model")
-    done = torchrun(script, *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    passed = [json.loads((tmp_path / f"noted.{x}.json").read_text()) for x in (0, 1)]
-    lines = [[x for x in rank if isinstance(x, int)] for rank in passed]
-    assert len(set(lines[0])) > count - 10, "all but the resume and CUDA"
-    assert lines[0] == lines[1]
-    seeds = [[x for x in rank if isinstance(x, str)] for rank in passed]
-    assert seeds == [["3", "5"], ["4", "6"]], "each draws numbers of its own"
 
 
 def shown(text):
