@@ -75,7 +75,10 @@ def metrics(folder, name="mingpt.metrics.csv"):
 
 
 def test_the_metrics_are_those_that_it_prints(whole):
-    """The page shows what it prints. Tied weights are saved once."""
+    """The page shows what it prints. Tied weights are saved once.
+
+    All characters of this text are ASCII, so that a token is a byte.
+    """
     folder, done = whole
     state = load(folder / "mingpt.pt")["MODEL_STATE"]
     assert len({x.data_ptr() for x in state.values()}) == len(state) - 1
@@ -83,11 +86,6 @@ def test_the_metrics_are_those_that_it_prints(whole):
     assert [row["step"] for row in rows] == [6, 12]
     for row in rows:
         assert f"val loss {row['val loss']:.4f} | bits per" in done.stdout
-
-
-def test_bits_per_byte(whole):
-    """All characters of this text are ASCII, so that a token is a byte."""
-    for row in metrics(whole[0]):
         bits = row["val loss"] / math.log(2)
         assert math.isclose(row["bits per byte"], bits, rel_tol=1e-9)
 
