@@ -1,12 +1,11 @@
 """What each change from GPT-2 to the model of 2026 buys, measured on a small model.
 
-    python -m benchmarks.ablation              measure what is missing, print the table
-    python -m benchmarks.ablation --table      only print the table
+    python -m benchmarks.ablation              print the table of ablation.csv
+    python -m benchmarks.ablation --measure    measure anew, for half an hour, before
 
 A change is what one heading of docs/modern_gpt.md explains. Each is put into model.py
 alone ("one in") and taken out of modern.py alone ("one out"). Five seeds of each are
-trained as long as model.py: for as many tokens, and for as much time. A run is a line
-of ablation.csv, so that a command goes on where one was killed. Delete it to begin anew
+trained as long as model.py: for as many tokens, and for as much time.
 """
 
 import csv
@@ -22,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import utils
 from benchmarks import report
 from mingpt import batches, data, train
 from tools import pages
@@ -130,11 +128,10 @@ class Training(train.Trainer):
 
 
 def measure(text, run):
-    """Train a variant. Returns its validation loss and its seconds of training."""
-    training, start = Training(text, run, data.prepare()), time.thread_time()
+    """Train a variant. Returns its validation loss."""
+    training = Training(text, run, data.prepare())
     training._run_steps()
-    seconds = time.thread_time() - start
-    return training._evaluate()["val loss"], seconds
+    return training._evaluate()["val loss"]
 
 
 def step_times(texts):
@@ -147,36 +144,29 @@ def step_times(texts):
 
 
 class Results:
-    """The CSV file: {Run: loss}, and step times in the lines without a seed."""
+    """{Run: its loss}, {variant: seconds of a step}, and on what they were measured."""
 
-    def __init__(self, path):
-        self.path, self.loss, self.step_seconds = Path(path), {}, {}
+    def __init__(self):
+        self.loss, self.step_seconds = {}, {}
         self.setting = report.setting("torch")
-        if self.path.exists():
-            lines = self.path.read_text().splitlines()
-            self.setting = [x[2:] for x in lines if x.startswith("# ")]
-            for row in csv.reader(lines[len(self.setting) + 1 :]):
-                self.note(*row)
 
-    def note(self, variant, seed, lr, steps, loss, seconds):
-        if seed == "":
-            self.step_seconds[variant] = float(seconds)
-        else:
-            self.loss[Run(variant, int(seed), float(lr), int(steps))] = float(loss)
+    def read(self):
+        lines = RESULTS.read_text().splitlines()
+        self.setting = [x[2:] for x in lines if x.startswith("# ")]
+        for variant, seed, lr, steps, loss, seconds in csv.reader(lines[3:]):
+            if seed:
+                self.loss[Run(variant, int(seed), float(lr), int(steps))] = float(loss)
+            else:
+                self.step_seconds[variant] = float(seconds)
 
-    def start(self):
-        """Note machine and versions, or compare with those of the lines there."""
-        if self.setting != report.setting("torch"):
-            where = " ".join(self.setting)
-            utils.error(f"{self.path} has figures of {where}: delete it to begin anew")
-        if not self.path.exists():
-            lines = *(f"# {x}" for x in self.setting), "variant,seed,lr,steps,loss"
-            self.path.write_text("\n".join(lines) + ",seconds\n")
-
-    def add(self, *row):
-        with self.path.open("a") as file:
-            csv.writer(file, lineterminator="\n").writerow(row)
-        self.note(*row)
+    def write(self):
+        rows = [(*run, f"{loss:.6f}", "") for run, loss in self.loss.items()]
+        times = self.step_seconds.items()
+        rows += [(x, "", "", ROUNDS, "", f"{seconds:.6f}") for x, seconds in times]
+        with RESULTS.open("w") as file:
+            file.writelines(f"# {line}\n" for line in self.setting)
+            file.write("variant,seed,lr,steps,loss,seconds\n")
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
     def rate(self, variant):
         """The learning rate with the lowest loss of the variant `tuned`."""
@@ -198,14 +188,14 @@ class Results:
 
 
 def fill(results, kind, texts):
-    """Make the runs of a kind that are missing, and note each as soon as it is made."""
+    """Make the runs of a kind, but for those that another kind has, too."""
     todo = [run for run in results.plan(kind, texts) if run not in results.loss]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(measure, texts[x.variant], x): x for x in todo}
         for number, future in enumerate(as_completed(waiting), 1):
-            run, (loss, seconds) = waiting[future], future.result()
-            results.add(*run, f"{loss:.6f}", f"{seconds:.2f}")
-            print(f"{number}/{len(todo)} {kind}: {run}: loss {loss:.4f}", flush=True)
+            run = waiting[future]
+            results.loss[run] = future.result()
+            print(f"{number}/{len(todo)} {kind}: {run}", flush=True)
 
 
 def difference(values, others):
@@ -255,23 +245,20 @@ def print_half(results, kind):
 
 
 def main(args):
-    results = Results(RESULTS)
-    if not args.table:
+    results = Results()
+    if args.measure:
         texts = variants()
-        results.start()
         fill(results, "rate", texts)
         fill(results, "tokens", texts)
-        if set(results.step_seconds) != set(texts):
-            for variant, seconds in step_times(texts).items():
-                results.add(variant, "", "", ROUNDS, "", f"{seconds:.6f}")
+        results.step_seconds = step_times(texts)
         fill(results, "time", texts)
-    try:
-        print_table(results)
-    except KeyError as run:
-        utils.error(f"{RESULTS} lacks {run}: leave out --table")
+        results.write()
+    else:
+        results.read()
+    print_table(results)
 
 
 if __name__ == "__main__":
     parser = report.make_parser(__doc__)
-    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--measure", action="store_true", help="measure anew")
     main(parser.parse_args())

@@ -9,11 +9,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import single_gpu
-from benchmarks import ablation, diloco, gpt, loop, variants
+from benchmarks import ablation, diloco, gpt, variants
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
-from tools.pages import explanations, parse
 from tools.proofs.hosts import Hosts
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
@@ -22,16 +20,6 @@ pytestmark = pytest.mark.waits
 reason = variants.why_no_networks("cpu")
 needs_networks = pytest.mark.skipif(reason is not None, reason=str(reason))
 WEIGHTS = 809_001  # of the model, with its hidden layers
-
-
-def test_the_loop_of_single_gpu_trains_as_the_bare_loop():
-    train_objs, device = single_gpu.load_train_objs(), torch.device("cpu")
-    before = train_objs[2].weight.clone()
-    bare, ours = (kind(train_objs, device) for kind in (loop.BareLoop, loop.SingleGpu))
-    assert bare.turn() > 0
-    assert ours.turn() > 0
-    assert not torch.equal(ours.model.weight, before)
-    loop.check_weights(bare, ours)
 
 
 @needs_networks
@@ -122,23 +110,9 @@ def test_flops_are_those_that_pytorch_counts():
     assert gpt.flops_per_token(model) * idx.numel() == counted.get_total_flops()
 
 
-def test_the_ablation_leaves_no_change_out():
-    """test_gpt_modern.py trains each of its models."""
-    places = explanations([parse("docs/modern_gpt.md")])[ablation.OLD, ablation.NEW]
-    headings = {heading for _, heading, _ in places.values()}
-    assert headings - {*ablation.CHANGES} == {"Name the parent and the sources"}
-
-
-def test_the_ablation_goes_on_where_it_was(tmp_path, capsys):
-    """It was killed in its last run, which it repeats."""
-    path, lines = tmp_path / "results.csv", ablation.RESULTS.read_text().splitlines()
-    path.write_text("\n".join(lines[:-1]) + "\n")
-    results = ablation.Results(path)
-    for kind in ("rate", "tokens", "time"):
-        ablation.fill(results, kind, ablation.variants())
-    assert capsys.readouterr().out.startswith("1/1 time: ")
-    *run, loss, _ = lines[-1].split(",")
-    *its_run, its_loss, _ = path.read_text().splitlines()[-1].split(",")
-    assert its_run == run
+def test_the_ablation_repeats_a_run():
+    (results := ablation.Results()).read()
+    run = ablation.Run("modern.py", 0, results.rate("modern.py"), ablation.STEPS)
+    loss = ablation.measure(ablation.variants()["modern.py"], run)
     # The batches had another order then.
-    assert float(its_loss) == pytest.approx(float(loss), abs=0.1)
+    assert loss == pytest.approx(results.loss[run], abs=0.1)

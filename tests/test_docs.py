@@ -1,12 +1,11 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
 import re
-import subprocess
 
 import pytest
 
 from tools.files import copy_tree
-from tools.pages import GROUPS, TEST, linked_tests, page_names, parse
+from tools.pages import GROUPS, TEST, page_names, parse
 from tools.proofs.warm import Fork
 from tools.scripts import PARENTS, ROOT, commands, own_tests
 
@@ -27,16 +26,6 @@ def test_a_page_has_each_command_of_a_docstring():
     names = {*PARENTS, *(str(x.relative_to(ROOT)) for x in ROOT.glob("mingpt/*.py"))}
     typed = {" ".join(" ".join(x).split()) for name in names for x in commands(name)}
     assert not typed - listed
-
-
-@pytest.mark.text
-@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
-def test_a_variant_has_tests_of_its_own_that_a_page_names(name):
-    tests = own_tests(name)
-    assert (ROOT / tests).exists(), f"there is no {tests}: CONTRIBUTING.md, step 2"
-    linked = [test for page in PAGES for test in linked_tests(text_of(page))]
-    named = {test.partition("::")[0] for test in linked}
-    assert tests in named, f"no page links to a test of {tests}"
 
 
 @pytest.mark.text
@@ -163,17 +152,3 @@ def test_output_and_commands(copy, case):
     env = {"DOCS_TIMEOUT_S": 1} if SLEEP in text else {}
     status, message = build(copy, "--check", "--only", "page", **env)
     assert (status, words in message) == (expected, True), message
-
-
-def test_the_patches_of_the_pages_apply():
-    """As they stand, to the scripts that the pages are about."""
-    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
-    patches = re.findall(fences, "".join(texts))
-    assert len(patches) > 5
-    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
-    for patch in patches:
-        done = subprocess.run(
-            words, cwd=ROOT, input=patch, text=True, capture_output=True
-        )
-        assert done.returncode == 0, patch + done.stderr

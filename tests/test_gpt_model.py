@@ -76,21 +76,6 @@ def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(monkeypatch, its, precis
     assert args.precision == precision
 
 
-def test_targets_of_minus_one_do_not_count():
-    model = awake(build(module))
-    idx, targets = tokens(model), tokens(model, seed=7)
-    targets[0, 3:] = -1
-    logits, loss = model(idx, targets)
-    logits.retain_grad()
-    loss.backward()
-    counted = logits.log_softmax(-1)[targets >= 0]
-    chosen = counted.gather(1, targets[targets >= 0].unsqueeze(1))
-    torch.testing.assert_close(loss, -chosen.mean())
-    assert logits.grad[targets < 0].count_nonzero() == 0
-    assert logits.grad[targets >= 0].count_nonzero() > 0
-    assert model(idx)[1] is None
-
-
 @both
 def test_in_16_bits_the_attention_is_and_the_loss_is_not(which):
     seen = []
@@ -126,16 +111,6 @@ def test_checkpoint_changes_the_memory_and_no_gradient():
         found.append((sum(kept), loss, [p.grad for p in model.parameters()]))
     assert found[1][0] < found[0][0] / 2
     torch.testing.assert_close(found[1][1:], found[0][1:], rtol=0, atol=0)
-
-
-def test_attention_is_fused_and_copies_nothing():
-    model = build(module).float()
-    with torch.profiler.profile() as seen:
-        model(tokens(model))
-    names = [x.name for x in seen.events()]
-    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert names.count(kernel) == model.config.n_layer
-    assert not {"aten::clone", "aten::_to_copy"} & {*names}
 
 
 @both
@@ -206,31 +181,6 @@ def test_initial_weights_are_those_of_gpt2():
         else:
             expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
-
-
-def test_dropout_is_where_gpt2_has_it():
-    """With a probability of 0.5, on embeddings, attention and both projections."""
-
-    def zeros(x):
-        return x.eq(0).float().mean().item()
-
-    model = build(module, n_layer=1, dropout=0.5, n_embd=256, n_head=64).train()
-    block, x = model.transformer.h[0], torch.randn(64, 1, 256, dtype=torch.float64)
-    assert zeros(block.mlp(x)) == pytest.approx(0.5, abs=0.02)
-    # One token sees itself alone, so that half of the heads are lost. The projection,
-    # which mixes the heads, becomes the identity here.
-    torch.nn.init.eye_(block.attn.c_proj.weight)
-    assert zeros(block.attn(x, None)) == pytest.approx(0.75, abs=0.02)
-    model.transformer.h = torch.nn.ModuleList()
-    model.transformer.ln_f = torch.nn.Identity()
-    assert zeros(model.hidden(tokens(model))) == pytest.approx(0.5, abs=0.02)
-    assert zeros(block.eval()(x)) == zeros(model.eval().hidden(tokens(model))) == 0
-
-
-def test_too_many_tokens_are_refused():
-    model = build(module)
-    with pytest.raises(ValueError, match="17 tokens: block_size is 16"):
-        model(torch.zeros(1, 17, dtype=torch.int64))
 
 
 def test_only_matrices_and_embeddings_decay():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mingpt.model import GPT, GPTConfig
-from tests.gpt_checks import awake, build, tokens
+from tests.gpt_checks import awake, tokens
 
 reason = "mingpt/gpt2_weights.py needs it"
 safetensors = pytest.importorskip("safetensors", reason=reason)
@@ -123,11 +123,3 @@ def test_refuses_what_is_no_gpt2(folder, tmp_path, capsys):
     assert "Missing key" in refused(folder, capsys)
     path.write_bytes(b"not weights at all")
     assert f"{folder} holds no GPT-2" in refused(folder, capsys)
-
-
-def test_saves_no_other_model(tmp_path):
-    from mingpt import modern
-
-    with pytest.raises(TypeError, match="is not the GPT of mingpt/model.py"):
-        save_gpt2(build(modern), tmp_path)
-    assert not list(tmp_path.iterdir())

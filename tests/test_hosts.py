@@ -1,34 +1,16 @@
-"""The hosts that other tests fail on purpose are separate, and what kills on them."""
+"""What kills on hosts: a command of one's own, and the tool that kills at random."""
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import needs_hosts
 from tools.proofs import processes
-from tools.proofs.hosts import Hosts
 from tools.proofs.processes import TIMEOUT_S
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
-
-
-def test_each_has_a_name_an_address_and_a_folder(tmp_path):
-    with Hosts(2, tmp_path, own_disks=True) as hosts:
-        for host in hosts:
-            assert host.run("hostname").strip() == host.name
-            assert host.run("pwd").strip() == str(tmp_path / host.name)
-            assert f"{host.address}/24" in host.run("ip", "addr", "show", "eth0")
-        one, other = hosts
-        assert one.run("getent", "hosts", "node1").split()[0] == other.address
-        job = other.start(["sh", "-c", "echo up; exec sleep 100; true"])
-        job.wait_for("up")
-        assert [*other.processes()] == [job.pid]
-        assert not one.processes()
-        assert "tmpfs" in one.run("df", "/dev/shm")
-        assert not Path(f"/proc/{job.pid}/ns/net").samefile("/proc/self/ns/net")
 
 
 def test_a_host_is_killed_and_started_again(tmp_path):

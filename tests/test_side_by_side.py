@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 
-from tests.site_fixtures import BOTH, NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
+from tests.site_fixtures import NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.pages import GROUPS, explanations, parse  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
@@ -78,26 +78,14 @@ def test_the_output_flips_beside_the_line(visit, script):
     name = "Call the wrapper in the training step"
     tab.locator(".ideas summary").click()
     tab.locator(".ideas a", has_text=name).get_by_text("wrong output").click()
-    why = tab.locator(".why", has_text=name)
-    switch = why.get_by_role("group", name="What it prints")
-    assert 0 < why.locator(".text").bounding_box()["y"] < 600, "the click opened it"
-    lines = (
-        "right: output = self.ddp_model(source)\nwrong: output = self.model(source)\n"
-    )
-    assert switch.locator(".two").text_content() == lines
-    verdict = switch.locator(".verdict").inner_text()
-    loss, other = re.findall(r"\d\.\d+", verdict)
-    last = switch.locator("tr").last.inner_text().split()
-    assert last == ["epoch", "1", other, loss] and loss != other
+    switch = tab.locator(".why", has_text=name).get_by_role("group")
+    loss, other = re.findall(r"\d\.\d+", switch.locator(".verdict").inner_text())
     right, wrong = switch.locator(".right"), switch.locator(".wrong")
     assert loss in wrong.locator("mark").all_inner_texts(), "what differs is marked"
     assert other in right.locator("mark").all_text_contents()
     assert wrong.is_visible() and not right.is_visible()
-    before = switch.bounding_box()
     switch.get_by_role("radio", name="wrong").press("ArrowLeft")
-    assert switch.get_by_role("radio", name="right").is_checked()
     assert right.is_visible() and not wrong.is_visible()
-    assert switch.bounding_box() == before  # nothing moves
     if script:
         check_barriers(tab)
 
@@ -109,30 +97,6 @@ def test_a_diff_of_a_chapter_is_the_printed_one(pages):
         shown = pages(f"{name}.html").select("article .highlight-diff.highlight")
         printed = [page.lines[x.line + 1 : x.end - 1] for x in blocks]
         assert [x.get_text().splitlines() for x in shown] == printed
-        if name in GROUPS["Variants"] and name != "real_job":  # whose task is an idea
-            numbers = [x.number for block in blocks[:1] for x in block.hunks]
-            assert 1 not in numbers, f"{name} begins with a docstring, not its idea"
-
-
-def test_two_scripts_are_chosen_and_swapped(visit):
-    other = next(x for x in SCRIPTS if x not in (OLD, NEW))
-    tab = visit(PAIR)
-    tab.locator("select[name=new]").select_option(label=other)
-    tab.wait_for_url(f"**/{url_of(OLD, other)}")
-    tab.get_by_role("link", name="Swap the sides").click()
-    tab.wait_for_url(f"**/{url_of(other, OLD)}")
-
-
-@BOTH
-def test_the_first_change_is_in_sight(visit, address, viewport):
-    tab = visit(PAIR, viewport=viewport)
-    for pair in ALL_EDGES:
-        tab.goto(address + url_of(*pair))
-        line = tab.locator(".hunk :is(del, ins):visible").first.bounding_box()
-        assert line["y"] + line["height"] < viewport["height"], pair
-    tab.emulate_media(media="print")
-    gap = tab.locator(".lines i").first
-    assert gap.evaluate("x => getComputedStyle(x).backgroundImage") == "none"
 
 
 def test_keys_lead_to_the_changes_in_sight(visit):
@@ -144,9 +108,3 @@ def test_keys_lead_to_the_changes_in_sight(visit):
         tab.keyboard.press(key)
         seen.append(int(tab.evaluate("location.hash").removeprefix("#hunk-")))
     assert seen == [*range(first, last + 1), last, last - 1] and first > 1
-    tab.evaluate("scrollTo(0, 0)")
-    tab.keyboard.press("n")
-    assert tab.evaluate("location.hash") == f"#hunk-{first}"
-    why = tab.locator(".why").first
-    why.locator("summary").press("Enter")
-    assert why.evaluate("x => !x.open")

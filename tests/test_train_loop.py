@@ -17,7 +17,7 @@ from tools.proofs import processes, slurm_cluster
 from tools.proofs.results import load, losses, same_bits, weights
 from tools.proofs.warm import Fork
 from tools.scripts import ROOT
-from variants.train_loop import BestCheckpoints, Callback, TrainLoop, find_launcher
+from variants.train_loop import Callback, TrainLoop, find_launcher
 
 PYTHON = ["python", "-m", "variants.train_loop"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
@@ -81,16 +81,6 @@ def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode, under_torc
 def test_the_trained_model_comes_back(tmp_path):
     """Its own object, tied to its optimizer, and the rest of what `fit` has found."""
     case(tmp_path, "comes_back", "ddp")
-
-
-@pytest.mark.waits
-def test_fit_can_be_called_again_under_torchrun(tmp_path):
-    """torchrun's store still has the addresses of the process group before."""
-    words = ["torchrun", "--standalone", "--nproc-per-node=3", SCRIPT, "again"]
-    first, second, other = losses(run(words, tmp_path, OMP_NUM_THREADS=1))
-    assert other == first != second
-    files = [tmp_path / "snapshot.pt", tmp_path / "other.pt"]
-    assert [load(x)["EPOCHS_RUN"] for x in files] == [2, 1]
 
 
 AS_VARIANT = {
@@ -346,34 +336,7 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
     assert history[-1]["worst"] == pytest.approx(worst, abs=1e-5)
 
 
-def test_predict_joins_tensors_only(capsys):
-    """It once returned the names of the first batch for those of all."""
-    loop = loop_of()
-    loop.get_predictions = lambda batch: (batch[0], ["one", "two", "three", "four"])
-    with pytest.raises(SystemExit):
-        loop.predict(loop.val_loader)
-    line = "predict needs tensors of get_predictions, not <class 'str'>\n"
-    assert capsys.readouterr().err.endswith(line)
-
-
 # Callbacks
-
-
-class Decays(Callback):
-    def __init__(self, optimizer):
-        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
-def test_a_callback_whose_state_is_not_saved_is_told_of(monkeypatch, tmp_path, capsys):
-    """The file of an epoch that a killed run had reached is written again."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "best.1.pt").write_text("of a run that was killed")
-    loop = loop_of()
-    loop.callbacks = [Decays(loop.optimizer), BestCheckpoints()]
-    loop.fit(1)
-    told = "no snapshot has all of its state"
-    assert capsys.readouterr().out.count(f"Decays: {told}") == 1
-    assert load(tmp_path / "best.1.pt")["EPOCHS_RUN"] == 1
 
 
 @pytest.mark.waits

@@ -143,24 +143,6 @@ def test_same_training_as_its_parent(runs, parent, child, nprocs):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_says_what_it_does(runs, name):
-    _, done = runs(name)
-    train_set, eval_set, *_ = objects_of(name)
-    nprocs = 2 if name in DISTRIBUTED else 1
-    floor = getattr(eval_set, "noise_floor", None)
-    lines = done.stdout.splitlines()
-    first = (
-        f"{nprocs} x cpu, batch {batch_size(name, 64)} each: effective batch 64,"
-        f" {len(train_set) // 64} steps per epoch, {len(train_set)} samples,"
-        f" {len(eval_set)} held out{f' (noise floor {floor})' if floor else ''}"
-    )
-    at = lines.index(first)
-    assert lines[at + 1] == "0 of 5 epochs are finished in snapshot.pt"
-    saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
-    assert saved == ["2", "4", "5"], "every second epoch, and the last one"
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
 def test_snapshot_holds_plain_keys(runs, name):
     snapshot = load(runs(name)[0] / "snapshot.pt")
     keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import utils
@@ -68,14 +68,6 @@ def comes_back(gpu_mode):
     assert list(loop.test_results) == ["test loss"]
     ((loss, path),) = bests.state["best"]
     assert loss == min(x["held-out loss"] for x in loop.history) and Path(path).exists()
-
-
-def again():
-    """`fit` is called twice, and then a second loop's, with the same launcher."""
-    loop = make_loop(gpu_mode="ddp", schedule=lambda x: ExponentialLR(x, 0.5))
-    loop.fit(1)
-    loop.fit(2)
-    make_loop(gpu_mode="ddp", snapshot_path="other.pt").fit(1)
 
 
 class Rates(Callback):
