@@ -61,9 +61,10 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
             host.slow(f"{rate}mbit")
         networks = [f"/proc/{host.pid}/ns/net" for host in hosts] if rate else []
         edge = variants.Edge(name, folder / "edge", networks, device, ranks)
-        batch, options = args.batch_size // parts, launch.options_of(name)
+        batch, options = args.batch_size // parts, launch.options_of(name, ranks)
+        size = launch.batch_size(name, batch * ranks, ranks)
         env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-        found = edge.run(name, batch * ranks * steps, batch, *options, **env)
+        found = edge.run(name, batch * ranks * steps, size, *options, **env)
         found["sent"] = found["sent_bytes"]
     found |= {key: found[key] / steps for key in ("seconds", "computes", "sent")}
     return found | {"speed": batch / found["seconds"]}
@@ -119,7 +120,8 @@ def main(args):
                 ways = {x: functools.partial(job, **how) for x, how in part.items()}
                 turns = report.take_turns(ways, args.rounds, warm_up=0)
                 report.print_table(name, turns, **columns)
-            for rate in RATES if part is links else []:
+            told = part is links and not launch.shares_a_batch(name)
+            for rate in RATES if told else []:  # predict.py knows no tensor parallelism
                 seen = median_of("seconds", turns[f"hosts, {rate}M"])
                 said = predicted(name, turns["2 devices"], rate)
                 errors.append(abs(said / seen - 1))

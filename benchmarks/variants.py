@@ -57,8 +57,9 @@ class Edge:
         self.own_task = launch.task_of(name) == name
         if self.own_task:  # the parent trains it as well, and finds it here
             launch.plant(name, folder / "parent")
+        hooks = "measured_epoch", "measured_epoch:its_plan"
         self.scripts = {
-            script: launch.plant(script, folder / side, hooks=["measured_epoch"])
+            script: launch.plant(script, folder / side, hooks=hooks)
             for side, script in (("parent", self.parent), ("variant", name))
         }
 

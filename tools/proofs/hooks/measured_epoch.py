@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # noqa: F401  DDP and optimizers import it: not for their training
 import torch.distributed as dist
 from hooks import Noted, replace, write
+from torch.distributed.tensor import parallel
 from torch.utils.data import Subset
 
 CLONE_NEWNET = 0x40000000  # setns(2)
@@ -84,6 +85,12 @@ def around_load_train_objs(load_train_objs):
         model.register_forward_pre_hook(through_body)
     again = [i % len(train_set) for i in range(int(os.environ["TRAIN_SAMPLES"]))]
     return Noted(Subset(train_set, again)), eval_set, model, loss_fn, optimizer
+
+
+def its_plan(script):
+    """Of tensor_parallel.py: it cuts the hidden layers."""
+    kinds = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    script["PLAN"] = {f"{i}.0": kinds[i % 2] for i in range(4)}
 
 
 class Pause(torch.autograd.Function):
