@@ -16,6 +16,7 @@ import pytest
 from tools.scripts import EDGES, ROOT
 
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+BOTH = pytest.mark.parametrize("viewport", [PHONE, WIDE], ids=["phone", "wide"])
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OLD, NEW = EDGES[0]
 

@@ -1,6 +1,7 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -152,3 +153,17 @@ def test_output_and_commands(copy, case):
     env = {"DOCS_TIMEOUT_S": 1} if SLEEP in text else {}
     status, message = build(copy, "--check", "--only", "page", **env)
     assert (status, words in message) == (expected, True), message
+
+
+def test_the_patches_of_the_pages_apply():
+    """As they stand, to the scripts that the pages are about."""
+    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
+    patches = re.findall(fences, "".join(texts))
+    assert len(patches) > 5
+    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
+    for patch in patches:
+        done = subprocess.run(
+            words, cwd=ROOT, input=patch, text=True, capture_output=True
+        )
+        assert done.returncode == 0, patch + done.stderr

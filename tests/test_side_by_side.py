@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 
-from tests.site_fixtures import NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
+from tests.site_fixtures import BOTH, NEW, OLD, PAIR, check_barriers, url_of  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.pages import GROUPS, explanations, parse  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
@@ -97,6 +97,15 @@ def test_a_diff_of_a_chapter_is_the_printed_one(pages):
         shown = pages(f"{name}.html").select("article .highlight-diff.highlight")
         printed = [page.lines[x.line + 1 : x.end - 1] for x in blocks]
         assert [x.get_text().splitlines() for x in shown] == printed
+
+
+@BOTH
+def test_the_first_change_is_in_sight(visit, address, viewport):
+    tab = visit(PAIR, viewport=viewport)
+    for pair in ALL_EDGES:
+        tab.goto(address + url_of(*pair))
+        line = tab.locator(".hunk :is(del, ins):visible").first.bounding_box()
+        assert line["y"] + line["height"] < viewport["height"], pair
 
 
 def test_keys_lead_to_the_changes_in_sight(visit):

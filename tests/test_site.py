@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
-from tests.site_fixtures import NEW, PAIR, PHONE, TWO_FRAMES, WIDE, check_barriers
+from tests.site_fixtures import BOTH, NEW, PAIR, PHONE, TWO_FRAMES, WIDE, check_barriers
 from tools.pages import GROUPS, title
 
 pytestmark = pytest.mark.waits  # for a browser
@@ -69,6 +69,19 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         assert not tab.locator(".table-wrapper").evaluate_all(wide), name
         if name in KINDS:
             check_barriers(tab)
+
+
+@BOTH
+def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
+    """Under its diff."""
+    tab = visit("index.html", viewport=viewport)
+    found = (
+        tab.locator(f".mistake {x}").first for x in ("pre", ".right b", ".wrong b")
+    )
+    diff, *numbers = found
+    y, other = (x.bounding_box()["y"] for x in numbers)
+    assert diff.bounding_box()["y"] < y == other < viewport["height"] - 30
+    assert numbers[0].inner_text() != numbers[1].inner_text()
 
 
 def test_search_finds_what_chapters_say_and_show(visit):

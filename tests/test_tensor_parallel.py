@@ -74,32 +74,30 @@ def test_two_replicas_of_two_ranks(tmp_path):
     assert len({*first["random"], *second["random"]}) == 4
 
 
-WRONG = {
-    "--split 4 does not divide 2 ranks": (["--split", 4], []),
-    "PLAN names ['4'], the model has ['', '0', '1', '2']": ([], [('"2": p', '"4": p')]),
-    "--split 2 does not divide 0.weight": ([], [("16", "15")]),
-}
+ODD = LAYERS, LAYERS.replace("16", "15")
+WRONG = [
+    ("--split 4 does not divide 2 ranks", 4, ()),
+    ("PLAN names ['4'], the model has ['', '0', '1', '2']", 2, [('"2": p', '"4": p')]),
+    ("--split 2 does not divide 0.weight", 2, [ODD]),
+]
 
 
-@pytest.mark.parametrize("line", WRONG)
-def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line):
-    options, changes = WRONG[line]
-    if "15" in str(changes):
-        changes = [(LAYERS, LAYERS.replace(*changes[0]))]
+@pytest.mark.parametrize(("line", "split", "changes"), WRONG)
+def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     script = plant(NAME, tmp_path / "copy", *changes)
-    options = options or ["--split", 2]
-    done = launch(script, 1, 1, *options, cwd=tmp_path, real="", own_options=False)
-    assert f"error: {line}" in done.stderr
+    how = {"cwd": tmp_path, "real": "", "own_options": False}
+    done = launch(script, 1, 1, "--split", split, **how)
+    assert f"error: {line}\n" in done.stderr
     assert done.returncode != 0 and not (tmp_path / "snapshot.pt").exists()
 
 
 def test_a_parameter_that_no_rank_uses(tmp_path):
-    """Else ranks would wait for different messages, or train on in silence."""
-    unused = "    model.unused = torch.nn.Linear(1, 1)\n"
-    script = plant(NAME, tmp_path / "copy", (LAYERS, LAYERS + unused))
-    script.write_text(
-        script.read_text().replace("self.model(source)", "self.model[:3](source)")
+    unused = LAYERS, LAYERS + "    model.unused = torch.nn.Linear(1, 1)\n"
+    used = (
+        "self.model(source)\n        loss =",
+        "self.model[:3](source)\n        loss =",
     )
+    script = plant(NAME, tmp_path / "copy", unused, used)
     done = launch(script, 1, 1, cwd=tmp_path, real="")
     assert "RuntimeError: unused.weight has no gradient" in done.stderr
 

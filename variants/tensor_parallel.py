@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # later, its defaults would hold the process group
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 from torch.utils.data import DataLoader

@@ -7,21 +7,18 @@ import collections
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # see variants/tensor_parallel.py
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DistributedSampler
 
 from variants.tensor_parallel import average_gradients, forget_meshes, split_layers
 
-WIDTH, BATCH = 1024, 32
+WIDTH, WIDE, BATCH = 1024, 4096, 32
 
 
 def main():
     dist.init_process_group("gloo")
     for split in (1, 2, 4):
-        torch.manual_seed(0)
-        sizes = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
-        up, down = (torch.nn.Linear(*x) for x in sizes)
+        up, down = torch.nn.Linear(WIDTH, WIDE), torch.nn.Linear(WIDE, WIDTH)
         model = torch.nn.Sequential(up, torch.nn.GELU(), down)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         sampler = DistributedSampler(range(64), num_replicas=4 // split, rank=0)
