@@ -106,28 +106,36 @@ ADDED = """
 import os
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 from torch.utils.data import DistributedSampler
 from variants import tensor_parallel
 
 os.environ["LOCAL_WORLD_SIZE"] = "1"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layers = torch.nn.Linear(2, 2), torch.nn.GELU(), torch.nn.Linear(2, 2)
-model = torch.nn.Sequential(*layers)
+model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(2))
 optimizer = torch.optim.SGD(model.parameters(), 1)
 its_list = optimizer.param_groups[0]["params"]
-optimizer.state[model[0].weight]["note"] = 3
+optimizer.state[model[0].weight] |= {"note": 3, "mean": torch.zeros(2, 2)}
 sampler, cpu = DistributedSampler([0]), torch.device("cpu")
-tensor_parallel.split_layers(model, optimizer, sampler, cpu)
-print(its_list[0] is model[0].weight, optimizer.state[model[0].weight])
+old = model[0].weight
+with profile() as seen:
+    tensor_parallel.split_layers(model, optimizer, sampler, cpu)
+print([x.name for x in seen.events()].count("gloo:broadcast"), old.numel())
+new, state = model[0].weight, optimizer.state[model[0].weight]
+print(its_list[0] is new, state["note"], state["mean"].placements == new.placements)
 print(*[type(x) for x in tensor_parallel.gather([(model[0].weight,)])[0]])
 """
 
 
 def test_what_a_reader_adds(tmp_path):
-    """A list that an optimizer keeps, a note in its state, a tuple."""
+    """A list that an optimizer keeps, a note in its state, a tuple.
+
+    All 9 tensors are sent once, and one to a replica. The whole weights are freed.
+    """
     (tmp_path / "added.py").write_text(ADDED)
     done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    lines = ["True {'note': 3}", "<class 'torch.Tensor'>"]
+    lines = ["10 0", "True 3 True", "<class 'torch.Tensor'>"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 

@@ -23,6 +23,13 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):
     dist.init_process_group(backend, timeout=timeout, **place)
 
 
+def begin_as_rank_0(layer, device):
+    """Move a layer there. As under DDP, all ranks begin with the weights of rank 0."""
+    for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+        tensor.data = tensor.data.to(device).contiguous()
+        dist.broadcast(tensor.data, src=0)
+
+
 def split_layers(model, optimizer, sampler, device):
     """Leave this rank its part of the layers in PLAN; the group of those with it."""
     split = dist.get_world_size() // sampler.num_replicas
@@ -30,19 +37,16 @@ def split_layers(model, optimizer, sampler, device):
     grid = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     if int(os.environ["LOCAL_WORLD_SIZE"]) % split and dist.get_rank() == 0:
         print(f"the {split} ranks of a layer are on several machines: it will be slow")
-    layers, parts = dict(model.named_modules()), {}
+    layers, parts = dict(model.named_modules()), {x: x for x in model.parameters()}
     if unknown := [name for name in PLAN if name not in layers]:
         utils.error(f"PLAN names {unknown}, the model has {[*layers]}")
     for name, layer in layers.items():
-        old = dict(layer.named_parameters(recurse=False))
-        for tensor in [*old.values(), *layer.buffers(recurse=False)]:
-            tensor.data = tensor.data.to(device).contiguous()
-            dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
+        begin_as_rank_0(layer, device)
         if name in PLAN:
+            old = dict(layer.named_parameters())
             parallel.parallelize_module(layer, grid["split"], PLAN[name])
-        for key, x in old.items():
-            new = parts[x] = layer.get_parameter(key)
-            if isinstance(new, DTensor):
+            for key, x in old.items():
+                new = parts[x] = layer.get_parameter(key)
                 x.data = torch.empty(0)  # or the device would hold the whole model
                 (cut,) = new.placements
                 if cut.is_shard() and new.shape[cut.dim] % split:
