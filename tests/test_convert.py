@@ -136,16 +136,6 @@ def test_compare_refuses_what_cannot_be_compared(change, message, tmp_path):
     assert done.stderr.startswith(f"compare.py: error: b.pt: {message}")
 
 
-def test_compare_says_that_the_rate_never_changed(tmp_path):
-    """A mistake with the scheduler would not show yet."""
-    state = {"n": torch.tensor(5), "w": torch.tensor([1.0, float("nan")])}
-    torch.save(RESULT | {"MODEL_STATE": state}, tmp_path / "a.pt")
-    done = alone(ROOT / COMPARE, "a.pt", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "differ by nan" in done.stdout, "no maximum hides it"
-    assert done.stdout.count("the rate has not changed yet: a mistake with a") == 1
-
-
 def test_dropout_of_any_kind_is_turned_off():
     """The loop of step2.py finds it in layers that the script does not have, too."""
     layers = [

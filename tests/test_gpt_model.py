@@ -118,21 +118,6 @@ def test_cached_generation_equals_uncached(which):
     check_cache(awake(build(which)))
 
 
-def test_the_cache_saves_work():
-    model = build(module)
-    lengths, last = [], []
-    model.transformer.wte.register_forward_hook(
-        lambda wte, args, out: lengths.append(args[0].size(1))
-    )
-    model.lm_head.register_forward_hook(
-        lambda head, args, out: last.append((out.dim(), out.requires_grad))
-    )
-    model.generate(tokens(model, length=5), 14)
-    assert lengths == [5] + [1] * 11 + [16, 16]
-    # The head is asked for one token of each row, and nothing is kept for backward.
-    assert set(last) == {(2, False)}
-
-
 def test_generation_is_not_compiled():
     """A compiled model would be compiled anew for each length of the text."""
     graphs = []
