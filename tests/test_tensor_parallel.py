@@ -65,12 +65,9 @@ def test_any_split_continues_any_other(tmp_path, model):
 def test_two_replicas_of_two_ranks(tmp_path):
     """Each replica has its samples and its random numbers, and both its ranks them.
 
-    Rank 0 alone keeps the whole model to save it.
+    A rank holds its half. To save the model, rank 0 alone keeps the whole.
     """
-    where = 'snapshot["MODEL_STATE"]["0.weight"].device.type'
-    line = "        snapshot = gather(snapshot)  # all ranks take part\n"
-    noted = f'        open(f"{{dist.get_rank()}}.txt", "w").write({where})\n'
-    script = plant(NAME, tmp_path, (line, line + noted), hooks=["probe"])
+    script = plant(NAME, tmp_path, hooks=["probe", "fsdp:held"])
     how = {"cwd": tmp_path, "nprocs": 4, "own_options": False}
     train(script, 2, 1, "--batch-size", 33, "--split", 2, **how)
     files = [tmp_path / f"probe.{rank}.json" for rank in range(4)]
@@ -78,8 +75,11 @@ def test_two_replicas_of_two_ranks(tmp_path):
     assert not {*first["orders"][0]} & {*second["orders"][0]}
     assert sorted(first["evaluated"] + second["evaluated"]) == [*range(17)]
     assert len({*first["random"], *second["random"]}) == 4
-    kept = [(tmp_path / f"{rank}.txt").read_text() for rank in range(4)]
-    assert kept == ["cpu", "meta", "meta", "meta"]
+    for rank in range(4):
+        held = json.loads((tmp_path / f"held.{rank}.json").read_text())
+        assert held["parts"] == [4 * (8 * 20 + 8 + 8 + 1)] * 3, "half, and a bias"
+        assert held["gathered"] == ("meta" if rank else "cpu")
+        assert held["moved"] == ["MSELoss"], "no device holds the whole model"
 
 
 ODD = LAYERS, LAYERS.replace("16", "15")

@@ -92,8 +92,9 @@ def held(script):
         facts["gathered"] = script["gather"](weights[0]).device.type
         write("held", facts)
 
-    replace(script, "shard", shard)
-    replace(script, "fully_shard", fully_shard)
+    if "shard" in script:
+        replace(script, "shard", shard)
+        replace(script, "fully_shard", fully_shard)
     replace(utils, "check_snapshot", check_snapshot)
     replace(torch.nn.Module, "to", to)
     replace(script["Trainer"], "train", train)
