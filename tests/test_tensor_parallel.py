@@ -147,15 +147,19 @@ def test_what_a_reader_adds(tmp_path):
     assert done.stdout.splitlines() == lines, done.stderr
 
 
+def test_without_the_option_each_rank_is_a_replica(tmp_path):
+    done = train(ROOT / NAME, 1, 1, cwd=tmp_path, own_options=False)
+    assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout
+    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
+    assert "--split SPLIT ranks that share a layer" in words
+
+
 def test_a_layer_on_two_machines_is_told(tmp_path):
-    words = [str(x) for x in command(ROOT / NAME, 1, 1, nprocs=1, own_options=False)]
+    how = {"nprocs": 1, "own_options": False}
+    words = command(ROOT / NAME, 1, 1, "--split", 2, **how)
     words.remove("--standalone")
-    words[1:1] = [
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:29531",
-    ]
-    words += ["--split", "2"]
+    meet = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:29531"
+    words[1:1] = meet.split()
     env = environment(ROOT / NAME, {"OMP_NUM_THREADS": 1})
     forks = []
     for machine in range(2):
