@@ -64,6 +64,7 @@ sharded | Muon | Refused: Muon needs whole | its steps look at a whole matrix
 sharded | Rprop | Refused: Rprop needs whole | PyTorch's does not run on parts
 sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
 tensor_parallel | others | not run | its PLAN names the layers of an MLP
+tensor_parallel | Muon | differs | it rounds to bfloat16, and sums in another order
 tensor_parallel | fused SGD | NotImplementedError | PyTorch's does not run on parts
 tensor_parallel | Adafactor, Rprop | RuntimeError: aten. | PyTorch's do not run on parts
 preemptible | dropout | differs | its random numbers follow from the step
