@@ -31,7 +31,7 @@ def begin_as_rank_0(layer, device):
 
 
 def split_layers(model, optimizer, sampler, device):
-    """Leave this rank its part of the layers in PLAN; the group of those with it."""
+    """Keep this rank's part of PLAN's layers. Returns the group with the same part."""
     split = dist.get_world_size() // sampler.num_replicas
     shape, names = (sampler.num_replicas, split), ("replica", "split")
     grid = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
