@@ -19,6 +19,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # that it starts, whose end some tests ask for.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import torch  # noqa: E402
+
 from tests.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
 from tools.proofs import hosts, launch, processes, results, warm  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
@@ -274,9 +276,10 @@ def with_lines_added(text, *names):
 
 @pytest.fixture(autouse=True)
 def no_fork_is_left():
-    """A test that fails between two forks leaves none behind."""
+    """A test that fails between two forks leaves none behind. Nor a process group."""
     yield
     warm.end_all()
+    assert not torch.distributed.is_initialized(), "forks of later tests would have it"
 
 
 @pytest.fixture
