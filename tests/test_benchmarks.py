@@ -53,7 +53,7 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 
 @needs_networks
 def test_scaling_is_measured_and_predicted():
-    words = ["python", "-m", "benchmarks.scaling", "multigpu.py", "--rounds", 1]
+    words = ["python", "-m", "benchmarks.scaling", "variants/fsdp.py", "--rounds", 1]
     words += ["--steps", 2, "--batch-size", 256]
     done = Fork(words, ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr

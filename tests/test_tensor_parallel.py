@@ -128,8 +128,13 @@ optimizer.state[model[0].weight] |= {"note": 3, "mean": torch.zeros(2, 2)}
 sampler, cpu = DistributedSampler([0]), torch.device("cpu")
 old = model[0].weight
 with profile() as seen:
-    tensor_parallel.split_layers(model, optimizer, sampler, cpu)
-print([x.name for x in seen.events()].count("gloo:broadcast"), old.numel())
+    group = tensor_parallel.split_layers(model, optimizer, sampler, cpu)
+print([x.name for x in seen.events()].count("gloo:broadcast"))
+print(old.sum().item(), old.untyped_storage().nbytes())
+with profile() as seen:
+    model(torch.zeros(3, 2)).sum().backward()
+    tensor_parallel.average_gradients(model, group)
+print([x.name for x in seen.events()].count("gloo:broadcast"))
 new, state = model[0].weight, optimizer.state[model[0].weight]
 print(its_list[0] is new, state["note"], state["mean"].placements == new.placements)
 print(*[type(x) for x in tensor_parallel.gather([(model[0].weight,)])[0]])
@@ -139,11 +144,12 @@ print(*[type(x) for x in tensor_parallel.gather([(model[0].weight,)])[0]])
 def test_what_a_reader_adds(tmp_path):
     """A list that an optimizer keeps, a note in its state, a tuple.
 
-    All 9 tensors are sent once, and one to a replica. The whole weights are freed.
+    All 9 tensors are sent once, and one to a replica. The whole weights are freed. What
+    still uses them is NaN. After a step, all ranks have the 3 buffers of rank 0.
     """
     (tmp_path / "added.py").write_text(ADDED)
     done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    lines = ["10 0", "True 3 True", "<class 'torch.Tensor'>"]
+    lines = ["10", "nan 4", "3", "True 3 True", "<class 'torch.Tensor'>"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 

@@ -47,7 +47,8 @@ def split_layers(model, optimizer, sampler, device):
             parallel.parallelize_module(layer, grid["split"], PLAN[name])
             for key, x in old.items():
                 new = parts[x] = layer.get_parameter(key)
-                x.data = torch.empty(0)  # or the device would hold the whole model
+                # Frees the whole weight. A loss that still uses it will be NaN.
+                x.data = x.new_full((), torch.nan).expand_as(x)
                 (cut,) = new.placements
                 if cut.is_shard() and new.shape[cut.dim] % split:
                     utils.error(f"--split {split} does not divide {name}.{key}")
@@ -71,6 +72,8 @@ def average_gradients(model, group):
                 raise RuntimeError(f"{name} has no gradient: do all ranks use it?")
             grad = x.grad.to_local() if isinstance(x, DTensor) else x.grad
             dist.all_reduce(grad, dist.ReduceOp.AVG, group)
+    for buffer in model.buffers():  # as DDP does, for those that training reads
+        dist.broadcast(buffer, src=0)
 
 
 def gather(value):
