@@ -1,12 +1,8 @@
 """Bad input: one line, exit status 2, before anything starts, every file as it was."""
 
-import importlib.util
-import logging
 import os
 import pickle
 import re
-import signal
-import sys
 import types
 
 import pytest
@@ -340,25 +336,3 @@ def test_a_snapshot_that_fits(capsys):
     assert capsys.readouterr().out == line
     check(sgd, lambda parameters, lr: sgd(parameters, 1))
     assert capsys.readouterr().out == "lr is 0.1 as in s.pt, not 1 as here\n"
-
-
-# The process
-
-
-def test_importing_utils_changes_nothing(monkeypatch):
-    """A program that imports it keeps its own handlers."""
-    known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    loggers = [x for x in known if isinstance(x, logging.Logger)]
-    for logger in loggers:  # `utils` is imported already: what it has set would hide
-        monkeypatch.setattr(logger, "level", 13)
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-
-    def state():
-        signals = [signal.getsignal(x) for x in signal.valid_signals()]
-        logs = [(x.level, *x.handlers) for x in loggers]
-        return sys.excepthook, signals, logs, {**os.environ}
-
-    before = state()
-    spec = importlib.util.spec_from_file_location("imported_again", utils.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert state() == before
