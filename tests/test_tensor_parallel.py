@@ -2,6 +2,7 @@
 
 import json
 import re
+from textwrap import indent
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ NAME, PARENT = "variants/tensor_parallel.py", "multinode.py"
 LAYERS = re.search(r" +layers = .*\n.*\n", (ROOT / NAME).read_text())[0]
 PLAN = re.search(r"PLAN = (.*)\n", (ROOT / NAME).read_text())[1]
 RATE = "lr=0.001", "lr=0.01"
+PAGE = (ROOT / "docs/tensor_parallel.md").read_text()
+CLIPPING = re.search("```python\n(weights = .*?)```", PAGE, re.S)[1]
 # Layers that stay whole, a frozen one, weights in another order of memory.
 MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
@@ -38,15 +41,15 @@ def test_learns(typed):
 def test_any_split_continues_any_other(tmp_path, model):
     """2 replicas of 2 ranks, 1 of 4, 2 of 1, then the parent, as the parent alone.
 
-    Ranks begin with other weights. Gradients are clipped by their whole norm.
+    Ranks begin with other weights. The page's lines clip by the norm of all gradients.
     """
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
     step = "        self.optimizer.step()\n"
-    changes = [(step, clip + step)] * (model == LAYERS)
-    its = [(LAYERS, model), SEED] if model != LAYERS else [SEED]
+    its = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
+    its += [(LAYERS, model)] * (model != LAYERS)
     hooks = {"hooks": ["float64"]}  # in which rounding hides nothing
-    mine = plant(NAME, tmp_path / "mine", *its, *changes, **hooks)
-    changes += (MODEL, model), RATE
+    mine = plant(NAME, tmp_path / "mine", *its, **hooks)
+    changes = (step, clip + step), (MODEL, model), RATE
     parent = plant(PARENT, tmp_path / "parent", *changes, **hooks)
     pieces = []
     for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
