@@ -1,6 +1,6 @@
 """Split layers that are too wide for one device. Parent: multinode.py
 
-torchrun --standalone --nproc-per-node=2 -m variants.tensor_parallel 50 10 --split 2
+torchrun --standalone --nproc-per-node=2 -m variants.tensor_parallel 20 5 --split 2
 On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
 """
 
