@@ -27,7 +27,7 @@ import torch
 from benchmarks import report, variants
 from mingpt import options, train
 from tools.cli import error
-from tools.proofs.hosts import Hosts, Job
+from tools.run.hosts import Hosts, Job
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 

@@ -26,10 +26,10 @@ import utils
 from benchmarks import diloco, report, variants
 from cluster.predict import Cluster, Job, predict
 from tools.cli import error
-from tools.proofs import launch
-from tools.proofs.hosts import Hosts
-from tools.proofs.launch import DISTRIBUTED
-from tools.proofs.warm import end_all
+from tools.run import launch
+from tools.run.hosts import Hosts
+from tools.run.launch import DISTRIBUTED
+from tools.run.warm import end_all
 
 GPT = "mingpt"
 ACCUMULATION = "variants/gradient_accumulation.py"

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import utils
 from benchmarks import report
-from tools.proofs import launch
-from tools.proofs.hosts import Hosts, why_not
-from tools.proofs.warm import end_all
+from tools.run import launch
+from tools.run.hosts import Hosts, why_not
+from tools.run.warm import end_all
 from tools.scripts import SCRIPTS, variants
 
 WIDTH = 512  # of the model's hidden layers
@@ -64,7 +64,7 @@ class Edge:
         }
 
     def run(self, script, samples, batch_size, *options, memory=False, **env):
-        """The figures of a run, as tools/proofs/hooks/measured_epoch.py explains them.
+        """The figures of a run, as tests/hooks/measured_epoch.py explains them.
 
         They are the mean of all ranks; seconds and memory are those of the worst.
         samples: of an epoch. memory: on a CPU, run again to measure its peak.

@@ -21,11 +21,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
 
-from tests.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
-from tools.proofs import hosts, launch, processes, results, warm  # noqa: E402
+from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
+from tools.run import hosts, launch, processes, results, warm  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
 
-OBSERVER = ROOT / "tools" / "proofs" / "observer"
+OBSERVER = ROOT / "tests" / "observer"
 NO_HOSTS = hosts.why_not()
 needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 
@@ -242,7 +242,7 @@ def probes(tmp_path_factory):
 
     Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
-    those of tools/proofs/hooks/probe.py. `hooks`: others to attach before it.
+    those of tests/hooks/probe.py. `hooks`: others to attach before it.
     """
 
     @once

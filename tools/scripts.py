@@ -95,5 +95,5 @@ def root_of(name):
 
 def own_tests(name):
     """The file of the tests that are about this script alone."""
-    prefix = "" if name in SCRIPTS else "gpt_"
-    return f"tests/test_{prefix}{Path(name).stem}.py"
+    folder = "variants" if name in SCRIPTS else "mingpt"
+    return f"tests/{folder}/test_{Path(name).stem}.py"

@@ -44,7 +44,9 @@ from pathlib import Path
 
 from tools import cli, scripts
 from tools.diffs import changed_lines, hunks
-from tools.pages import (
+from tools.scripts import ROOT, InputError
+from tools.site.commands import run_all, same
+from tools.site.pages import (
     GROUPS,
     TESTS,
     explanations,
@@ -53,8 +55,6 @@ from tools.pages import (
     right_output,
     title,
 )
-from tools.scripts import ROOT, InputError
-from tools.site.commands import run_all, same
 
 PARTS = ["What", "Why", "Without it"]  # of an explanation, as far as it has them
 FIRST_CHAPTER = "1_single_gpu"  # it reads the script that has no parent

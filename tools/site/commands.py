@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.files import copy_tree, edit
-from tools.pages import Block, Page
-from tools.proofs.processes import TimedOut, clean_env, left_over
+from tools.run.processes import TimedOut, clean_env, left_over
 from tools.scripts import ROOT, docstring
+from tools.site.pages import Block, Page
 
 CUT = "[...]"  # stands for lines that are not shown
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
@@ -112,7 +112,7 @@ def run(command, tree):
 
 
 def run_in_fork(words, cwd):
-    from tools.proofs.warm import Fork  # it imports torch
+    from tools.run.warm import Fork  # it imports torch
 
     env = {"CUDA_VISIBLE_DEVICES": ""}
     while "=" in words[0]:
@@ -206,7 +206,7 @@ def what_is_wrong(block, status, output):
 def commands_of(pages):
     """Every Command of the pages but those in docstrings of scripts.
 
-    tests/test_training.py::test_learns runs those, or a script's own tests do.
+    tests/trunk/test_training.py::test_learns runs those, or a script's own tests do.
     """
     scripts = *ROOT.glob("*.py"), *ROOT.glob("variants/*.py")
     tested = "\n".join(map(docstring, scripts)).splitlines()
@@ -233,7 +233,7 @@ def timed(command, tree):
 
 def run_all(pages):
     """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
-    from tools.proofs import warm
+    from tools.run import warm
 
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
     outputs, problems = {}, []

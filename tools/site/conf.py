@@ -26,7 +26,7 @@ html_context = {"site_url": html_baseurl, "repository_url": repository}
 root_doc = "0_intro"
 include_patterns = ["*.md"]
 smartquotes_action = "qe"  # no D: it would make a dash of --nodes
-myst_heading_anchors = 6  # tools.pages.slug gives the same anchors
+myst_heading_anchors = 6  # tools.site.pages.slug gives the same anchors
 
 templates_path = ["templates"]
 html_static_path = ["static"]

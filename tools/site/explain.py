@@ -16,8 +16,8 @@ from urllib.parse import urljoin, urlsplit
 from docutils import nodes
 
 from tools.diffs import hunks
-from tools.pages import parse, right_output
 from tools.site.commands import VARIES, same
+from tools.site.pages import parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
 BELOW = {"siblings": True, "descend": False}

@@ -3,9 +3,9 @@
 import re
 
 from tools.diffs import hunks
-from tools.pages import parse, right_output
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
+from tools.site.pages import parse, right_output
 
 # Whose diffs come first: each of these texts is in one of them, with what goes wrong.
 MISTAKES = {

@@ -1,5 +1,5 @@
 // "Draw one step" of docs/predict.md: the formulas of cluster/predict.py, under the same
-// names, and their picture. tests/test_one_step.py compares both with predict.py.
+// names, and their picture. tests/docs/test_one_step.py compares both with predict.py.
 "use strict";
 
 const [LATENCY, HOP, INSIDE, LAYERS, BACKWARD] = [1e-5, 3e-6, 450e9, 24, 2 / 3];

@@ -1,0 +1,211 @@
+"""step2.py on many devices: one process for each, gradients averaged.
+
+torchrun --standalone --nproc-per-node=2 docs/convert_your_script/after.py
+"""
+
+import argparse
+import gc
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Imported before the process group is made: DDP would import it later, and it would
+# keep the group alive to the end, where a thread of gloo can abort or hang the exit.
+import torch.distributed.nn.functional
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+
+SNAPSHOT = "stripes_snapshot.pt"
+
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--gamma", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--save-model", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    return parser.parse_args()
+
+
+def make_data(n):
+    """Noisy images of 12 x 12 pixels. The label is the direction of the stripes."""
+    labels = torch.randint(4, (n,))
+    y, x = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
+    waves = torch.stack([x, y, x + y, x - y])[labels]
+    images = torch.sin(waves + 2 * torch.pi * torch.rand(n, 1, 1))
+    images = images + 1.5 * torch.randn(n, 12, 12)
+    return TensorDataset(images.unsqueeze(1), labels)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+        self.dropout = nn.Dropout(0.2)
+        self.linear = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout(F.avg_pool2d(x, 4))
+        return self.linear(x.flatten(1))
+
+
+def sum_over_processes(values, device):
+    """The sum of each of `values` over all processes. All of them must call this."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def train(args, model, device, loader, optimizer, epoch):
+    model.train()
+    for batch_idx, (images, labels) in enumerate(loader):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if batch_idx % args.log_interval == 0:
+            percent = 100 * batch_idx // len(loader)
+            seen = batch_idx * loader.batch_size * dist.get_world_size()
+            done = f"{seen}/{len(loader.dataset)} ({percent}%)"
+            share = loss.item() / dist.get_world_size()
+            [mean_loss] = sum_over_processes([share], device)
+            print_once(f"Train epoch {epoch} [{done}] loss {mean_loss:.4f}")
+
+
+@torch.no_grad()
+def test(model, device, loader):
+    model.eval()
+    loss, correct = 0.0, 0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        output = model(images)
+        loss += F.cross_entropy(output, labels, reduction="sum").item()
+        correct += (output.argmax(1) == labels).sum().item()
+    total = len(loader.dataset)
+    loss, correct, total = sum_over_processes([loss, correct, total], device)
+    print_once(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
+
+
+def turn_dropout_off(model):
+    for module in model.modules():
+        if "Dropout" in type(module).__name__:
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):  # attention, LSTM
+            module.dropout = 0.0
+
+
+def save_atomically(snapshot, path):
+    """A kill at any moment leaves the old file or the new one, whole."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(snapshot, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def save_once(values, path):
+    if dist.get_rank() == 0:
+        save_atomically(values, path)
+
+
+def main():
+    args = get_args()
+    if args.compare:
+        torch.set_default_dtype(torch.float64)
+    torch.manual_seed(args.seed)
+    use_cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if use_cuda else "gloo"
+    device_id = torch.cuda.current_device() if use_cuda else None
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set, test_set = random_split(make_data(1250), [1000, 250])
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch_size = args.batch_size // world_size
+    train_loader = DataLoader(
+        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+    )
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+
+    model = Net().to(device)
+    if args.compare:
+        turn_dropout_off(model)
+    ddp_model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
+
+    first_lr = optimizer.param_groups[0]["lr"]
+    epochs_run = 0
+    if os.path.exists(SNAPSHOT):
+        snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
+        model.load_state_dict(snapshot["MODEL_STATE"])
+        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        scheduler.load_state_dict(snapshot["SCHEDULER_STATE"])
+        epochs_run = snapshot["EPOCHS_RUN"]
+        print_once(f"resuming: {epochs_run} of {args.epochs} epochs are finished")
+
+    for epoch in range(epochs_run + 1, args.epochs + 1):
+        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        sampler.set_epoch(epoch)
+        torch.manual_seed(args.seed + epoch * world_size + rank)
+
+        train(args, ddp_model, device, train_loader, optimizer, epoch)
+        test(model, device, test_loader)
+        scheduler.step()
+        snapshot = {
+            "MODEL_STATE": model.state_dict(),
+            "OPTIMIZER_STATE": optimizer.state_dict(),
+            "SCHEDULER_STATE": scheduler.state_dict(),
+            "EPOCHS_RUN": epoch,
+        }
+        save_once(snapshot, SNAPSHOT)
+
+    if args.compare:
+        result = {
+            "MODEL_STATE": model.state_dict(),
+            "LR": optimizer.param_groups[0]["lr"],
+            "FIRST_LR": first_lr,
+            "EPOCHS_TRAINED": args.epochs - epochs_run,  # in this run
+        }
+        torch.save(result, f"world_{world_size}_rank_{rank}.pt")
+    if args.save_model:
+        save_once(model.state_dict(), "stripes_model.pt")
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        command = "torchrun --standalone --nproc-per-node=2"
+        print(f"start this with: {command} {sys.argv[0]}", file=sys.stderr)
+        sys.exit(2)
+    main()
+    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    dist.destroy_process_group()  # once the model is gone

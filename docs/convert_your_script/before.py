@@ -1,0 +1,103 @@
+"""A script for one device, as people write it: it learns the direction of stripes.
+
+python docs/convert_your_script/before.py
+"""
+
+import argparse
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--gamma", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--save-model", action="store_true")
+    return parser.parse_args()
+
+
+def make_data(n):
+    """Noisy images of 12 x 12 pixels. The label is the direction of the stripes."""
+    labels = torch.randint(4, (n,))
+    y, x = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
+    waves = torch.stack([x, y, x + y, x - y])[labels]
+    images = torch.sin(waves + 2 * torch.pi * torch.rand(n, 1, 1))
+    images = images + 1.5 * torch.randn(n, 12, 12)
+    return TensorDataset(images.unsqueeze(1), labels)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+        self.dropout = nn.Dropout(0.2)
+        self.linear = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout(F.avg_pool2d(x, 4))
+        return self.linear(x.flatten(1))
+
+
+def train(args, model, device, loader, optimizer, epoch):
+    model.train()
+    for batch_idx, (images, labels) in enumerate(loader):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if batch_idx % args.log_interval == 0:
+            percent = 100 * batch_idx // len(loader)
+            done = f"{batch_idx * len(images)}/{len(loader.dataset)} ({percent}%)"
+            print(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
+
+
+@torch.no_grad()
+def test(model, device, loader):
+    model.eval()
+    loss, correct = 0.0, 0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        output = model(images)
+        loss += F.cross_entropy(output, labels, reduction="sum").item()
+        correct += (output.argmax(1) == labels).sum().item()
+    total = len(loader.dataset)
+    print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
+
+
+def main():
+    args = get_args()
+    torch.manual_seed(args.seed)
+    use_cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    train_set, test_set = random_split(make_data(1250), [1000, 250])
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+
+    model = Net().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
+
+    for epoch in range(1, args.epochs + 1):
+        train(args, model, device, train_loader, optimizer, epoch)
+        test(model, device, test_loader)
+        scheduler.step()
+
+    if args.save_model:
+        torch.save(model.state_dict(), "stripes_model.pt")
+
+
+if __name__ == "__main__":
+    main()

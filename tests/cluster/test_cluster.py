@@ -1,0 +1,250 @@
+"""multinode.py on hosts that are really separate, and really fail.
+
+What is planted in the copies that run here: a time-out of 10 s instead of five minutes,
+so that a silent loss is noticed within a test's patience, and steps of 10 ms, so that
+something can happen before the training is over.
+
+`pytest --all -s tests/cluster/test_cluster.py | grep measured` prints how long
+recoveries took.
+"""
+
+import math
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from tests.conftest import needs_hosts
+from tools.run.hosts import Hosts
+from tools.run.launch import plant, train
+from tools.run.results import load, weights
+from tools.scripts import ROOT
+
+pytestmark = [pytest.mark.waits, needs_hosts]
+
+ENV = {
+    # "Give every attempt a store of its own" in docs/when_machines_fail.md
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1,
+    "OMP_NUM_THREADS": 1,
+    "PYTHONWARNINGS": "ignore",
+    "STEP_S": 0.01,  # for the hook in the copies
+}
+# How long torchrun waits, in seconds. By default: 30, 5, 3 times, 60, 600.
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS += ",read_timeout=30,join_timeout=20"
+RESET = "Connection reset by peer|Connection closed by peer|Broken pipe"
+
+
+def torchrun(script, *args, nnodes=2, nproc=1, host="node0", restarts=3, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}"]
+    command += [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500"]
+    return [*command, "--rdzv-conf", RENDEZVOUS, *options, script, *args]
+
+
+def impatient(folder, *changes):
+    """A copy whose collectives wait for 10 s, and whose steps take 10 ms longer."""
+    changes = (("timedelta(minutes=5)", "timedelta(seconds=10)"), *changes)
+    return plant("multinode.py", folder / "copy", *changes, hooks=["timing:slow_steps"])
+
+
+def epochs(job, since=0):
+    """The epochs that a job has printed since then."""
+    lines = [line for when, line in job.lines if when >= since]
+    found = [re.match(r"epoch (\d+)/", line) for line in lines]
+    return [int(match[1]) for match in found if match]
+
+
+def saved(job, until=math.inf):
+    """The newest epoch that it had saved by then."""
+    lines = [line for when, line in job.lines if when <= until]
+    found = re.findall(r"epoch (\d+) saved", "\n".join(lines))
+    return max(map(int, found), default=0)
+
+
+def measured(what, since, until):
+    print(f"\nmeasured: {until - since:5.1f} s {what}")
+
+
+def difference(one, other):
+    """How far the weights of two snapshots are apart at most."""
+    return (weights(one) - weights(other)).abs().max()
+
+
+def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
+    """Not an alias where /etc/hosts has 127.0.1.1, as Debian writes it.
+
+    If nobody is the host, all end; `is_host` says it outright.
+    """
+    with Hosts(1, tmp_path) as (host,):
+        debian = "127.0.0.1 localhost\n127.0.1.1 node0.lab node0\n10.77.0.1 alias"
+        host.run("sh", "-c", 'echo "$0" > /etc/hosts', debian)
+        for conf, status, said in (
+            ("last_call_timeout=2", 1, "RendezvousConnectionError"),
+            ("is_host=true", 0, "epoch 1/1"),
+        ):
+            command = torchrun(ROOT / "multinode.py", 1, 1, nnodes=1, host="alias")
+            command[command.index(RENDEZVOUS)] = f"{conf},read_timeout=2"
+            job = host.start(command, **ENV)
+            assert job.wait() == status and said in job.output, job.output
+
+
+def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
+    """And go on with other sizes, where rank 0 is on the other. No disk is shared."""
+    with Hosts(2, tmp_path, own_disks=True) as hosts:
+        command = torchrun(ROOT / "multinode.py", 5, 2, "--batch-size", 16, nproc=2)
+        jobs = [host.start(command, **ENV) for host in hosts]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        one, other = [host.folder / "snapshot.pt" for host in hosts]
+        alone = runs("single_gpu.py")[0] / "snapshot.pt"
+        assert difference(one, alone) < 1e-6
+        assert "4 x cpu, batch 16 each: effective batch 64" in jobs[0].output
+        # One process of all writes and prints, not one of each host.
+        assert not other.exists()
+        assert [epochs(job) for job in jobs] == [[1, 2, 3, 4, 5], []]
+
+        jobs = []
+        names = ["node0", hosts[1].address]  # sorted by torchrun: digits come first
+        for host, nproc, name in zip(hosts, (1, 2), names, strict=True):
+            how = {"nproc": nproc, "options": [f"--local-addr={name}"]}
+            command = torchrun(ROOT / "multinode.py", 7, 2, **how)
+            jobs.append(host.start(command, **ENV))
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+    assert [epochs(job) for job in jobs] == [[], [6, 7]]
+    assert "3 x cpu, batch 32 each: effective batch 96" in jobs[1].output
+    shutil.copy(alone, tmp_path)
+    train(ROOT / "single_gpu.py", 7, 7, "--batch-size", 96, cwd=tmp_path)
+    assert difference(other, tmp_path / "snapshot.pt") < 1e-6
+    assert [load(path)["EPOCHS_RUN"] for path in (one, other)] == [5, 7]
+
+
+def resumed(job, since, world_size, what):
+    """(the epoch from which a job goes on, the newest that was saved by then).
+
+    It goes on after `since`, when `what` happened, as `world_size` processes.
+    """
+    job.wait_for(f"^{world_size} x cpu", since=since)
+    again, found = job.wait_for(r"(\d+) of \d+ epochs are finished", since=since)
+    when, next_epoch = job.wait_for(r"epoch (\d+)/", since=again)
+    measured(f"from {what} to the end of the next epoch", since, when)
+    assert int(next_epoch[1]) == int(found[1]) + 1
+    return int(found[1]), saved(job, until=again)
+
+
+def test_a_host_dies_and_comes_back(tmp_path):
+    """The job shrinks and goes on, and grows again; no snapshot is lost on the way.
+
+    First its processes are killed, of which the others learn at once. The next time the
+    power goes, and they learn of it when the time-out has passed. Two restarts suffice:
+    to grow costs none.
+    """
+    command = torchrun(impatient(tmp_path), 10**6, 2, nnodes="1:2", restarts=2)
+
+    def come_back():
+        other.boot()
+        back = time.monotonic()
+        second = other.start(command, **ENV)
+        epoch, newest = resumed(first, back, 2, "the return")
+        assert epoch >= newest, "ended between saving and saying so, it has one more"
+        assert first.process.poll() is None and second.process.poll() is None
+
+    with Hosts(2, tmp_path / "disk") as (one, other):
+        first = one.start(command, **ENV)
+        other.start(command, **ENV)
+        first.wait_for("^2 x cpu")
+        first.wait_for("epoch 5/")
+        other.kill()
+        died = time.monotonic()
+        epoch, newest = resumed(first, died, 1, "the kill")
+        assert epoch == newest
+        assert re.search(f"RuntimeError: .*({RESET})", first.output)
+
+        come_back()
+        # It learns on, with what it had learnt before and in between.
+        first.wait_for(f"epoch {saved(first) + 10}/")
+        found = re.findall(r"held-out loss (\S+)", first.output)
+        assert 0.009 < float(found[-1]) < 0.011, "0.01 is the noise"
+
+        other.unplug()
+        died = time.monotonic()
+        epoch, newest = resumed(first, died, 1, "the unplugging")
+        assert epoch == newest
+        assert "Timed out waiting 10000ms" in first.output
+        come_back()
+
+
+def test_the_host_of_the_rendezvous_dies(tmp_path):
+    """The job ends soon and says why; the survivor and a new host take it up again."""
+    each_rank_writes = ("if dist.get_rank() == 0:  # one rank writes", "if True:")
+    script = impatient(tmp_path, each_rank_writes)
+    with Hosts(3, tmp_path / "disk", own_disks=True) as (one, other, new):
+        first = one.start(torchrun(script, 10**6, 2), **ENV)
+        second = other.start(torchrun(script, 10**6, 2), **ENV)
+        first.wait_for("epoch 5/")
+        one.kill()
+        killed = time.monotonic()
+        assert second.wait() == 1
+        measured("from the kill to the other launcher's end", killed, time.monotonic())
+        assert "RendezvousConnectionError: The connection" in second.output
+        kept = load(other.folder / "snapshot.pt")["EPOCHS_RUN"]
+        assert kept >= 4
+        command = torchrun(script, kept + 2, 2, host="node1")
+        jobs = [host.start(command, **ENV) for host in (other, new)]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        line = f"{kept} of {kept + 2} epochs are finished in snapshot.pt"
+        assert line in jobs[0].output
+        for host in (other, new):
+            assert load(host.folder / "snapshot.pt")["EPOCHS_RUN"] == kept + 2
+
+
+def test_a_link_is_cut(tmp_path):
+    """For less than the time-out, all wait; for longer, the job starts again.
+
+    Cut for good, both hosts end, in bounded time, and say who did not answer.
+    """
+    command = torchrun(impatient(tmp_path), 10**6, 2)
+    with Hosts(2, tmp_path / "disk") as (one, other):
+        jobs = [host.start(command, **ENV) for host in (one, other)]
+        jobs[0].wait_for("epoch 3/")
+        other.cut()
+        time.sleep(1)  # until what was sent before has come, and is printed
+        cut = time.monotonic()
+        # An epoch takes half a second. The kernel tries again 3 s after the cut, and at
+        # 6 s and 12 s: the last would be too late for the time-out.
+        time.sleep(2)
+        assert not epochs(jobs[0], since=cut), "nobody can go on alone"
+        other.mend()
+        jobs[0].wait_for("epoch", since=time.monotonic())
+        every = epochs(jobs[0])
+        assert every == list(range(1, len(every) + 1)), "nothing was done twice"
+        assert "Error" not in jobs[0].output + jobs[1].output
+
+        other.cut()
+        cut = time.monotonic()
+        for job in jobs:
+            job.wait_for("Timed out waiting 10000ms", since=cut)
+        kept = saved(jobs[0])
+        other.mend()
+        mended = time.monotonic()
+        _, found = jobs[0].wait_for(r"(\d+) of \d+ epochs are finished", since=mended)
+        assert int(found[1]) == kept
+        when, _ = jobs[0].wait_for("epoch", since=mended)
+        measured("from the mending of a long cut to the next epoch", mended, when)
+
+        # The host of the rendezvous ends after join_timeout. The other waits for an
+        # answer of the store until the kernel gives up: after 15 minutes by default.
+        other.run("sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2")
+        other.cut()
+        cut = time.monotonic()
+        assert jobs[1].wait() == 1
+        measured(
+            "from the cut to the end of the launcher cut off", cut, time.monotonic()
+        )
+        assert jobs[0].wait() == 1
+        measured("from the cut to the other launcher's end", cut, time.monotonic())
+        assert load(other.folder / "snapshot.pt")["EPOCHS_RUN"] == saved(jobs[0])
+        for job, error in zip(jobs, ("Timeout", "Connection"), strict=True):
+            job.wait_for("Timed out waiting 10000ms", since=cut)
+            job.wait_for(f"Rendezvous{error}Error", since=cut)

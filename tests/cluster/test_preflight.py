@@ -1,0 +1,225 @@
+"""cluster/preflight.py on hosts with planted faults: each is named, and no other."""
+
+import re
+import sys
+
+import pytest
+
+from tests.conftest import needs_hosts
+from tools.run import processes
+from tools.run.hosts import PATH, Hosts
+from tools.run.launch import plant
+from tools.run.warm import Fork
+from tools.scripts import ROOT
+
+pytestmark = [pytest.mark.waits, needs_hosts]
+SCRIPT = ROOT / "cluster/preflight.py"
+QUIET = {"PYTHONWARNINGS": "ignore"}
+
+# Drops every TCP packet to a port above 30000 that has SYN and not ACK: classic BPF.
+NO_SYN = "9,48 0 0 23,21 0 6 6,48 0 0 47,84 0 0 18,21 0 3 2,40 0 0 36,53 0 1 30000"
+NO_SYN += ",6 0 0 2,6 0 0 0"
+# From `nvidia-smi -q`: the name of a GPU, whether hardware slows it, its errors.
+GPU = """
+GPU {}
+        HW Slowdown                   : {}
+            HW Thermal Slowdown       : Not Active
+        Volatile
+            DRAM Correctable          : 7
+            DRAM Uncorrectable        : {}
+        Aggregate
+            DRAM Uncorrectable        : 5"""
+NAMES = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(5))
+
+
+def with_fault(folder, fault):
+    """A copy of the script with a fault of tests/hooks/preflight.py."""
+    return plant("cluster/preflight.py", folder / "copy", hooks=[f"preflight:{fault}"])
+
+
+def start(host, count, *flags, script=SCRIPT, **env):
+    """Type the command for `count` hosts on one of them."""
+    names = ",".join(f"node{number}" for number in range(count))
+    words = [sys.executable, script, f"--hosts={names}", f"--nnodes={count}"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", *flags]
+    return host.start(words, **(QUIET | env))
+
+
+def findings(job):
+    """What is bad in what a host printed, in order."""
+    return re.findall(r"^(?:FAIL|warn)  +(.*)", job.output, re.M)
+
+
+def assert_found(jobs, *patterns):
+    """All end with 1; each pattern fits node0's finding at its place; that is all."""
+    assert {job.wait() for job in jobs} == {1}, jobs[0].output
+    found = findings(jobs[0])
+    assert len(patterns) == len(found), jobs[0].output
+    for pattern, finding in zip(patterns, found, strict=True):
+        assert re.search(pattern, finding), (pattern, found)
+
+
+def plant_names(host, text):
+    """Give it an /etc/hosts of its own."""
+    file = host.folder / f"{host.name}.hosts"
+    file.write_text(text)
+    host.run("mount", "--bind", file, "/etc/hosts")
+
+
+def plant_ports(host, *states):
+    """InfiniBand ports of 400 Gbit/s, in these states; no other card says anything."""
+    folder = host.folder / f"{host.name}.sys"
+    for number, state in enumerate(states):
+        port = folder / f"infiniband/mlx5_{number}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    host.run("mount", "--bind", folder, "/sys/class")
+
+
+def plant_gpus(folder, *states):
+    """The PATH to an nvidia-smi that has GPUs in these states."""
+    script, answer = folder / "nvidia-smi", "".join(GPU.format(*x) for x in states)
+    script.write_text(f"#!/bin/sh\ncat <<END\n{answer}\nEND\n")
+    script.chmod(0o755)
+    return f"{folder}:{PATH}"
+
+
+def test_faults_of_a_host(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        node0, node1 = hosts
+        plant_names(node0, "127.0.1.1 node0\n10.77.0.2 node1\n")  # as Debian does
+        plant_ports(node0, "4: ACTIVE", "4: ACTIVE")
+        plant_ports(node1, "4: ACTIVE", "1: DOWN")
+        node1.slow("1gbit")
+        node1.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
+        # GPUs, as the NVIDIA driver shows them, whatever torch sees.
+        node1.run("mount", "-t", "tmpfs", "tmpfs", "/proc/driver")
+        node1.run("mkdir", "-p", *(f"/proc/driver/nvidia/gpus/{x}" for x in range(2)))
+        states = ("well", "Not Active", "N/A"), ("hot", "Active", 0), ("bad", "", 2)
+        how = {"script": with_fault(tmp_path, "wrong"), "GLOO_SOCKET_IFNAME": "ib0"}
+        how["PATH"] = plant_gpus(tmp_path, *states)
+        jobs = [start(node0, 2, "--cpu", "--max-restarts=1"), start(node1, 2, **how)]
+        slow = r"^slow link, rank {0} on node{0} to rank {1} on node{1}: [01]\.\d+ "
+        slow += r"Gbit/s; 10 expected"
+        assert_found(
+            jobs,
+            r"^node1 has torch 1\.2\.3, the others have ",
+            r"^node1 has InfiniBand \[400\.0\], the others have \[400\.0, 400\.0\]",
+            r"^node0: its own name, node0, is 127\.0\.1\.1 there",
+            r"^node0: --max-restarts: a restart may read what the attempt before",
+            r"^node1: there is no interface ib0, and there is lo, eth0; others could",
+            r"^node1: /dev/shm has 64 MiB, and may need 256 MiB",
+            r"^node1: there are 2 GPUs, and torch \S+ can use none$",
+            r"^node1: GPU hot says HW Slowdown : Active$",
+            r"^node1: GPU bad says DRAM Uncorrectable : 2$",
+            slow.format(0, 1),
+            r"^rank 1 on node1 multiplies wrongly",
+            r"^rank 1 .*: all-reduce is wrong: bfloat16, float32 \(gloo group\)$",
+            slow.format(1, 0),
+        )
+        assert findings(jobs[1]) == []
+        assert "try   on node0: export GLOO_SOCKET_IFNAME=eth0" in jobs[0].output
+        assert "this cluster can NOT train as it is: 1 warnings" in jobs[0].output
+
+
+def test_a_slow_card(tmp_path):
+    with Hosts(2, tmp_path) as hosts:
+        # Both have a limit, so low that a busy machine cannot halve the speed.
+        for host in hosts:
+            host.slow("200mbit")
+        flags = "--link-gbit=0.2", "--cpu", "--nproc-per-node=2"
+        slow = with_fault(tmp_path, "slow_card")
+        jobs = [start(hosts[0], 2, *flags), start(hosts[1], 2, *flags, script=slow)]
+        link = r"^slow link, rank 3 on node1 to rank 1 on node0: 0\.0\d Gbit/s; 0\.2 "
+        assert_found(jobs, link)
+        assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in jobs[0].output
+
+
+def test_who_does_not_come_and_who_cannot_connect(tmp_path):
+    """node1 has a firewall, which lets the endpoint's port through; node2 is mistaken.
+
+    On node3 something else listens, on node4 nothing is started, node5 is off, and
+    nobody knows node6.
+    """
+    with Hosts(6, tmp_path) as hosts:
+        hosts[1].run("tc", "qdisc", "add", "dev", "eth0", "ingress")
+        block = ["tc", "filter", "add", "dev", "eth0", "ingress", "bpf"]
+        hosts[1].run(*block, "direct-action", "bytecode", NO_SYN)
+        plant_names(hosts[2], NAMES.replace("10.77.0.1", "10.77.0.99"))
+        listen = "import socket as s, time; x = s.create_server(('', 29500)); "
+        listen += "print('ready', flush=True); time.sleep(600)"
+        hosts[3].start([sys.executable, "-c", listen]).wait_for("ready")
+        hosts[5].unplug()
+        jobs = [start(host, 7, "--wait=15", "--cpu") for host in hosts[:3]]
+        to_node1 = r"cannot connect to node1, which is 10\.77\.0\.2: no answer from "
+        to_node1 += r"node1:\d{5} \(10\.77\.0\.2\): it is off, or a firewall drops the"
+        assert_found(
+            jobs,
+            r"^node3 did not come: something else listens at port 29500$",
+            r"^node4 did not come: node4:29500 .* is up, but nothing listens there$",
+            r"^node5 did not come: (no answer from node5:29500 |.*No route to host)",
+            r"^node6 did not come: node0 does not know the name node6$",
+            f"^node0 {to_node1}",
+            r"^node2 cannot connect to node0, which is 10\.77\.0\.1: .*10\.77\.0\.99",
+            f"^node2 {to_node1}",
+        )
+        assert "nc -vz 10.77.0.2" in jobs[0].output
+
+
+def test_names_and_clocks(tmp_path):
+    with Hosts(5, tmp_path) as hosts:
+        # Before all others: nothing is started at the endpoint.
+        job = start(hosts[1], 5, "--wait=1", "--cpu")
+        assert_found(
+            [job], "^node1 cannot meet node0: node0:29500 .* is up, but nothing"
+        )
+        plant_names(hosts[1], f"127.0.0.1 localhost node1\n{NAMES}")
+        plant_names(hosts[2], NAMES.replace("10.77.0.3 node2\n", ""))
+        plant_names(hosts[3], NAMES.replace("10.77.0.4 node3\n", ""))
+        plant_names(hosts[4], "10.77.0.5 node4 node0\n")
+        cure = "--local-addr=10.77.0.4", "--rdzv-conf=is_host=false"
+        clock = with_fault(tmp_path, "clock")
+        jobs = [start(host, 5, "--cpu") for host in hosts[:3]]
+        jobs.append(start(hosts[3], 5, "--cpu", *cure))
+        jobs.append(start(hosts[4], 5, "--cpu", script=clock))
+        assert [job.wait() for job in jobs] == [1] * 5, jobs[0].output
+        found = findings(jobs[0])
+        wrong = "node4 cannot connect to node0, which is 10.77.0.1: on node4 the name "
+        assert f"{wrong}node0 is 10.77.0.5, that of node4 itself" in found
+        found = [x for x in found if "cannot connect" not in x and "own name," not in x]
+        assert found[:-1] == [
+            "node1: it would tell the others to connect to localhost",
+            "node2: it does not know its own name: torchrun would crash or hang",
+            "node4: torchrun would take it for the endpoint, node0",
+        ]
+        assert re.match(r"node4: its clock is (99|100) s ahead$", found[-1])
+        flags = "in torchrun's line: --local-addr=10.77.0.3 --rdzv-conf=is_host=false"
+        assert f"10.77.0.3 node2' >> /etc/hosts; or {flags}" in jobs[0].output
+
+
+def test_bad_input(tmp_path):
+    hosts = "--hosts=node0,node1", "--rdzv-endpoint=node0:29500", "--nnodes=2"
+    for said, words, env in (
+        ("torchrun: ", ["--nnodes=two"], {}),
+        ("no script", [*hosts, "multinode.py", "50"], {}),
+        ("no script", [], {"LOCAL_RANK": 0}),  # torchrun has started it
+        ("has to name all, this host (", hosts, {}),
+    ):
+        done = Fork(["python", SCRIPT, *words], tmp_path, **QUIET, **env).finish()
+        assert done.returncode == 2 and done.stdout == "", done
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("preflight.py: error: ") and said in line
+
+
+def test_a_process_that_fails_or_hangs_says_so(tmp_path):
+    words = [sys.executable, with_fault(tmp_path, "no_matmul"), "--nproc-per-node=3"]
+    words += ["--standalone", "--timeout=24", "--cpu"]
+    done = processes.run(words, tmp_path, **QUIET)
+    assert done.returncode == 1, done
+    for what in (
+        r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",
+        r"rank 0 on \S+, connecting all processes \(gloo\), .*: Dist",
+        r"rank 2 on \S+, allocating and .*: stuck: all checks may take 24 s",
+    ):
+        assert re.search(rf"^FAIL  {what}", done.stdout, re.M), done.stdout

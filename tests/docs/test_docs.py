@@ -1,0 +1,169 @@
+"""What the README and the documents say is so, and the tool that sees to it."""
+
+import re
+import subprocess
+
+import pytest
+
+from tools.files import copy_tree
+from tools.run.warm import Fork
+from tools.scripts import PARENTS, ROOT, commands, own_tests
+from tools.site.pages import GROUPS, TEST, page_names, parse
+
+PAGES = page_names()
+
+
+def text_of(page):
+    return (ROOT / page).read_text()
+
+
+@pytest.mark.text
+def test_a_page_has_each_command_of_a_docstring():
+    """tools.site.build then runs it, unless the page says why not."""
+    pages = [parse(page) for page in PAGES]
+    listed = [text for page in pages for _, text, _ in page.commands]
+    listed += [x.text for page in pages for x in page.blocks if x.kind == "run"]
+    listed = {" ".join(re.sub("[\"']|#.*", "", text).split()) for text in listed}
+    names = {*PARENTS, *(str(x.relative_to(ROOT)) for x in ROOT.glob("mingpt/*.py"))}
+    typed = {" ".join(" ".join(x).split()) for name in names for x in commands(name)}
+    assert not typed - listed
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
+def test_an_option_that_a_variant_adds_is_tried(name):
+    """By the tests of all scripts, if its docstring's command has it, or by its own."""
+    add = r'add_argument\(\s*"(--[\w-]+)"'
+    mine, parents = (set(re.findall(add, text_of(x))) for x in (name, PARENTS[name]))
+    tried = f"{commands(name)} {text_of(own_tests(name))}"
+    assert not [option for option in mine - parents if option not in tried]
+
+
+@pytest.mark.text
+def test_chapter_1_quotes_the_script():
+    """Each of its fences of python is a stretch of the script, or a file to run."""
+    text = text_of("docs/1_single_gpu.md")
+    quotes = re.findall(r"(?<!-->\n)```python\n(.*?)```", text, re.S)
+    assert len(quotes) > 5
+    for quote in quotes:
+        assert quote in text_of("single_gpu.py"), f"single_gpu.py has no:\n{quote}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        if workflow := re.fullmatch(r"../../actions/workflows/(\w+\.yml).*", target):
+            assert (ROOT / ".github/workflows" / workflow[1]).exists()  # a code host's
+            continue
+        path, _, anchor = target.partition("#")
+        path = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            anchors = [x[2] for x in parse(str(path.relative_to(ROOT))).headings]
+            assert anchor in anchors, target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tests_that_are_named_exist(page):
+    for name, path in TEST.findall(text_of(page)):
+        assert f"\ndef {name}(" in text_of(path), (name, path)
+
+
+def test_which_one_names_scripts_that_are_there():
+    text = text_of("docs/pictures/which_one.svg")
+    shown = set(re.findall(r"(?<=>)\w+\.py(?=</text>)", text))
+    there = {x.name for x in [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]}
+    assert shown == there - {"utils.py", "__init__.py"}
+
+
+def test_every_page_is_in_one_group():
+    """The contents, and the site's sidebar, are made from these."""
+    listed = [f"docs/{name}.md" for names in GROUPS.values() for name in names]
+    assert sorted(listed) == [x for x in PAGES if x.startswith("docs/")]
+
+
+# The tool. What must fail is put into a copy of the repository.
+
+
+def build(root, *options, **env):
+    """(exit status, messages) of the tool in the folder `root`, in a fork."""
+    done = Fork(["python", "-m", "tools.site.build", *options], root, **env).finish()
+    return done.returncode, done.stderr
+
+
+@pytest.mark.text
+def test_nothing_is_stale_and_every_changed_line_is_explained():
+    assert build(ROOT, "--check", "--diffs") == (0, "")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the repository to put faults into."""
+    copy_tree(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+CHAPTER = "docs/2_multigpu.md"
+NOT_FRESH = {
+    "a line changed": ("multigpu.py", "set_epoch(epoch)", "set_epoch(epoch + 1)"),
+    "a diff typed": (CHAPTER, "\n+        output = self.ddp_model", "\n+    typed"),
+    "a hunk left out": (CHAPTER, "`self.ddp_model =`", "`drop_last=True`"),
+    "a diff in a fence": (CHAPTER, "\n## ", "\n```text\n+x\n```\n\n## "),
+    "an explanation out of order": (CHAPTER, "**Why.**", "**What.**"),
+    "a table typed": ("README.md", ", compared with single_gpu.py |", ", of it |"),
+}
+
+
+@pytest.mark.waits
+@pytest.mark.text
+@pytest.mark.parametrize("fault", NOT_FRESH)
+def test_it_finds(copy, fault):
+    name, old, new = NOT_FRESH[fault]
+    text = (copy / name).read_text()
+    (copy / name).write_text(text.replace(old, new, 1))
+    assert text != (copy / name).read_text()
+    status, message = build(copy, "--check", "--diffs")
+    assert status in (1, 2)
+    assert re.match(r"(build.py: error: )?[\w./]+:\d+: ", message)
+
+
+SLEEP = "sleep 60"
+RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
+NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
+OUTPUT = {  # what a page holds, and what is said of it
+    "nothing wrong": (RUN + NOT_RUN, 0, ""),
+    "what varies": (RUN.replace("0.5", "loss 1.0, 7 samples/s, pid: 8"), 0, ""),
+    "another number": (RUN.replace("\n0.5", "\n0.502"), 1, ": stale"),
+    "it fails": (RUN.replace("run echo", "run ! echo"), 1, "exit status 1"),
+    "it does not end": (RUN.replace("run", f"run {SLEEP};"), 1, "exit status 124"),
+    "a command that fails": ("```sh\ntrue\nfalse\n```\n", 1, "false: exit status 1"),
+}
+
+
+@pytest.mark.waits
+@pytest.mark.text
+@pytest.mark.parametrize("case", OUTPUT)
+def test_output_and_commands(copy, case):
+    """Output is compared; that of a command that fails is not taken for output."""
+    text, expected, words = OUTPUT[case]
+    (copy / "docs/page.md").write_text(f"# Page\n\n{text}")
+    env = {"DOCS_TIMEOUT_S": 1} if SLEEP in text else {}
+    status, message = build(copy, "--check", "--only", "page", **env)
+    assert (status, words in message) == (expected, True), message
+
+
+def test_the_patches_of_the_pages_apply():
+    """As they stand, to the scripts that the pages are about."""
+    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
+    patches = re.findall(fences, "".join(texts))
+    assert len(patches) > 5
+    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
+    for patch in patches:
+        done = subprocess.run(
+            words, cwd=ROOT, input=patch, text=True, capture_output=True
+        )
+        assert done.returncode == 0, patch + done.stderr

@@ -1,0 +1,108 @@
+"""The site: built with warnings as errors, and looked at in a browser.
+
+Skipped where tools/site/requirements.txt or tests/requirements.txt is not installed, or
+where there is no chromium. test_side_by_side.py tests the pages of two scripts.
+"""
+
+import html
+import posixpath
+import re
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+from tests.helpers.site_fixtures import (
+    BOTH,
+    NEW,
+    PAIR,
+    PHONE,
+    TWO_FRAMES,
+    WIDE,
+    check_barriers,
+)
+from tools.site.pages import GROUPS, title
+
+pytestmark = pytest.mark.waits  # for a browser
+
+
+def attributes(text, name):
+    return [html.unescape(x) for x in re.findall(rf'<[^>]* {name}="([^"]*)"', text)]
+
+
+def test_every_link_leads_somewhere(site):
+    """And no id stands twice on a page."""
+    texts = {str(x.relative_to(site)): x.read_text() for x in site.rglob("*.html")}
+    ids = {name: attributes(text, "id") for name, text in texts.items()}
+    known = {name: set(found) for name, found in ids.items()}
+    for name, text in texts.items():
+        assert len(ids[name]) == len(known[name]), name
+        if name == "404.html":  # its links begin at the site's address
+            continue
+        for link in set(attributes(text, "href")):
+            url = urlsplit(urljoin(name, link))
+            if url.scheme:
+                continue
+            target = posixpath.normpath(unquote(url.path)) if url.path else name
+            assert (site / target).is_file(), f"{name}: {link}"
+            if url.fragment and target in known:
+                assert unquote(url.fragment) in known[target], f"{name}: {link}"
+
+
+# In a browser
+
+NAMES = [f"{name}.html" for names in GROUPS.values() for name in names]
+KINDS = ["index.html", "2_multigpu.html", PAIR, "side_by_side/index.html"]
+KINDS += [f"source/{NEW}.html", "search.html?q=set_epoch"]
+
+
+def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, address):
+    """Nor does it cut a diff, wrap an output, or scroll a table without a word."""
+    tab = visit("index.html")
+    widest = """() => Math.max(...["article", ".content", "html"].map((x) =>
+        document.querySelector(x).scrollWidth))"""
+    cut = """all => all.filter((x) => x.scrollWidth > x.clientWidth
+        && getComputedStyle(x, "::before").content === "none")
+        .map((x) => x.innerText.slice(0, 60))"""
+    wraps = "all => all.some((x) => getComputedStyle(x).whiteSpace !== 'pre')"
+    for name in [*KINDS, *NAMES]:
+        assert tab.goto(address + name).ok
+        tab.set_viewport_size(PHONE)
+        tab.evaluate(TWO_FRAMES)
+        assert tab.evaluate(widest) <= PHONE["width"], name
+        boxes = tab.locator("article :is(.highlight-diff pre, .table-wrapper)")
+        assert not boxes.evaluate_all(cut), name
+        assert not tab.locator(".highlight-console pre").evaluate_all(wraps), name
+        tab.set_viewport_size(WIDE)
+        wide = "all => all.some((x) => x.scrollWidth > x.clientWidth)"
+        assert not tab.locator(".table-wrapper").evaluate_all(wide), name
+        if name in KINDS:
+            check_barriers(tab)
+
+
+@BOTH
+def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
+    """Under its diff."""
+    tab = visit("index.html", viewport=viewport)
+    found = (
+        tab.locator(f".mistake {x}").first for x in ("pre", ".right b", ".wrong b")
+    )
+    diff, *numbers = found
+    y, other = (x.bounding_box()["y"] for x in numbers)
+    assert diff.bounding_box()["y"] < y == other < viewport["height"] - 30
+    assert numbers[0].inner_text() != numbers[1].inner_text()
+
+
+def test_search_finds_what_chapters_say_and_show(visit):
+    """From the field of any page, by words and by names in code."""
+    for start in (f"source/{NEW}.html", PAIR):
+        tab = visit(start)
+        field = tab.locator("[name=q]:visible")
+        field.fill("set_epoch")
+        field.press("Enter")
+        tab.locator("#search-results a", has_text=title("2_multigpu")).first.click()
+        tab.wait_for_function("scrollY > 0")
+        box = tab.locator("article .highlighted").first.bounding_box()
+        assert 0 < box["y"] < WIDE["height"], "the word is in sight"
+    links = visit(f"search.html?q={NEW}").locator("#search-results li > a")
+    for number, page in enumerate(["2_multigpu.html", PAIR]):
+        assert links.nth(number).get_attribute("href") == page

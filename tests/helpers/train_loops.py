@@ -1,0 +1,178 @@
+"""Scripts that use variants/train_loop.py: `python train_loops.py CASE`.
+
+Each case writes what its test in tests/variants/test_train_loop.py looks at into this
+folder.
+"""
+
+import itertools
+import json
+import operator
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import utils
+from tools.run.results import load, same_bits
+from variants import ddp2
+from variants.train_loop import BestCheckpoints, Callback, EarlyStopping, TrainLoop
+
+
+def make_loop(kind=TrainLoop, batch_size=32, criterion=F.mse_loss, **options):
+    """The trunk's task, with a model that also has dropout and buffers if asked."""
+    torch.manual_seed(0)
+    train_set = utils.MyTrainDataset(2048)
+    model = options.pop("model", None) or torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    if "schedule" in options:
+        options["scheduler"] = options.pop("schedule")(optimizer)
+    return kind(
+        model,
+        DataLoader(train_set, batch_size, shuffle=True, drop_last=True),
+        DataLoader(utils.MyTrainDataset(512, seed=1), batch_size),
+        None,
+        optimizer,
+        criterion,
+        **{"snapshot_path": "snapshot.pt"} | options,
+    )
+
+
+def note(name, value):
+    """Write a value of this rank's into a file of its own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    Path(f"{name}.{rank}.json").write_text(json.dumps(value))
+
+
+def comes_back(gpu_mode):
+    """Two calls of `fit`, in the second of which the training goes on."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
+    bests = BestCheckpoints()
+    loop = make_loop(gpu_mode=gpu_mode, model=model, callbacks=[bests])
+    loop.test_loader = DataLoader(utils.MyTrainDataset(100, seed=2), 32)
+    loop.fit(2)
+    assert loop.fit(4) is model and not model.training, "ready for use, in every mode"
+    assert not dist.is_initialized()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (group,) = loop.optimizer.param_groups
+    assert all(map(operator.is_, group["params"], model.parameters()))
+    assert len(loop.optimizer.state) == len(group["params"]) == 4, "momentum"
+    snapshot = load("snapshot.pt")
+    assert snapshot["EPOCHS_RUN"] == len(loop.history) == 4
+    assert snapshot["HISTORY"] == loop.history
+    # The statistics of BatchNorm, too.
+    assert same_bits(model.state_dict(), snapshot["MODEL_STATE"])
+    assert list(loop.test_results) == ["test loss"]
+    ((loss, path),) = bests.state["best"]
+    assert loss == min(x["held-out loss"] for x in loop.history) and Path(path).exists()
+
+
+class Rates(Callback):
+    """The learning rate of each epoch, and the steps that a hook has seen."""
+
+    every_rank = True
+
+    def on_train_start(self, loop):
+        steps = itertools.count(1)
+        hook = loop.optimizer.register_step_post_hook
+        hook(lambda *_: note("hook", next(steps)))
+
+    def on_epoch_start(self, loop):
+        (group,) = loop.optimizer.param_groups
+        self.rates = [*getattr(self, "rates", []), group["lr"]]
+        note("rates", self.rates)
+
+
+def stops_early():
+    """The learning rate is 0 from the third epoch on, so that nothing gets better."""
+    options = {"schedule": lambda x: StepLR(x, 2, 0.0), "save_every": 100}
+    make_loop(gpu_mode="ddp", **options).fit(20, callbacks=[EarlyStopping(2), Rates()])
+
+
+def lost(output, targets):
+    """A held-out loss that is no number on rank 1, once the model has learned."""
+    loss = F.mse_loss(output, targets)
+    rank = dist.get_rank() if dist.is_initialized() else 1
+    held_out = not output.requires_grad
+    return loss * torch.nan if held_out and rank == 1 and loss < 0.5 else loss
+
+
+def is_lost():
+    make_loop(gpu_mode="ddp", criterion=lost, callbacks=[BestCheckpoints(2)]).fit(20)
+
+
+class Nested(torch.nn.Linear):
+    """Its input is a dict, and its output a tuple."""
+
+    def forward(self, batch):
+        return super().forward(batch["x"]), batch["more"][0], None
+
+
+def of_first(output, targets):
+    return F.mse_loss(output[0], targets)
+
+
+def worst(output, targets):
+    return (output[0] - targets).abs().max()
+
+
+class Predicts(Callback):
+    every_rank = True
+
+    def on_batch_end(self, loop):
+        if (loop.epochs_run, loop.step) == (4, 1):  # and the training goes on
+            loop.predict(loop.val_loader)
+
+    def on_epoch_end(self, loop):
+        output, _ = loop.predict(loop.val_loader)
+        note("predicted", output[0].flatten().tolist())
+
+
+def nested(gpu_mode):
+    """The trunk's task in batches of (dict, tensor), and 45 held-out samples."""
+    torch.manual_seed(0)
+    loop = make_loop(criterion=of_first, gpu_mode=gpu_mode, model=Nested(20, 1))
+    loop.metrics, loop.callbacks = {"worst": worst}, [Predicts()]
+    train_set, eval_set = (
+        [({"x": x, "more": (x, str(i))}, y) for i, (x, y) in enumerate(data)]
+        for data in (utils.MyTrainDataset(2048), utils.MyTrainDataset(45, seed=1))
+    )
+    loop.train_loader = DataLoader(train_set, 32, shuffle=True, drop_last=True)
+    loop.val_loader = DataLoader(eval_set, 4)
+    loop.fit(5)
+    output, _ = loop.predict(loop.val_loader)
+    note("afterwards", output[0].flatten().tolist())
+
+
+def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
+    """Train the task of variants/ddp2.py on one of several machines."""
+    train_set, eval_set, model, loss_fn, optimizer = ddp2.load_train_objs()
+    TrainLoop(
+        model,
+        DataLoader(train_set, int(batch_size), shuffle=True, drop_last=True),
+        DataLoader(eval_set, int(batch_size)),
+        None,
+        optimizer,
+        loss_fn,
+        gpu_mode,
+        snapshot_path=f"node{node_rank}.pt",
+    ).fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
+    torch.save(model.state_dict(), f"model{node_rank}.pt")
+
+
+def as_variant(option, value):
+    """Train as a variant of multigpu.py does, with an option that JSON holds."""
+    options = {
+        "gpu_mode": "ddp",
+        "snapshot_path": "node0.pt",
+        option: json.loads(value),
+    }
+    make_loop(**options).fit(5)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,81 @@
+"""Hooks: what tests put into a copy of a script, to watch it or to make it fail.
+
+`tools.run.launch.plant(name, folder, hooks=["probe", "faults:die_at_once"])` copies
+this folder beside the script and attaches the hooks, in every process. A hook is
+
+- `MODULE:FUNCTION`: the function is called with the globals of the script; or
+- `MODULE`, which may have a class `Trainer`, to be put in front of the script's, and
+  functions `around_NAME(inner, ...)`: each is called instead of the script's function
+  NAME, which it gets as `inner`.
+"""
+
+import functools
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import utils
+
+replaced = []  # (owner, name, what it was)
+
+
+def attach(script, *names):
+    """Attach hooks to a script, given as its globals.
+
+    A spawned process that is a fork imports the script once more: what is attached
+    already goes.
+    """
+    while replaced:
+        setattr(*replaced.pop())
+    for name in [x for x in sys.modules if x.startswith("hooks.")]:
+        del sys.modules[name]
+    for name in names:
+        module, _, function = name.partition(":")
+        hook = importlib.import_module(f"hooks.{module}")
+        if function:
+            getattr(hook, function)(script)
+            continue
+        if hasattr(hook, "Trainer"):
+            bases, named = (hook.Trainer, script["Trainer"]), script["__name__"]
+            script["Trainer"] = type("Trainer", bases, {"__module__": named})
+        for key, around in list(vars(hook).items()):
+            if key.startswith("around_"):
+                replace(script, key.removeprefix("around_"), around)
+
+
+def replace(owner, name, around):
+    """`owner.NAME(...)` calls `around(inner, ...)`; a dict is a script's globals."""
+    inner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+    @functools.wraps(inner)  # spawned processes look a function up by its name
+    def surrounded(*arguments, **options):
+        return around(inner, *arguments, **options)
+
+    if isinstance(owner, dict):
+        owner[name] = surrounded
+    else:
+        replaced.append((owner, name, inner))
+        setattr(owner, name, surrounded)
+
+
+def write(name, facts):
+    """NAME.RANK.json, in the folder that the script runs in."""
+    Path(f"{name}.{utils.get_rank()}.json").write_text(json.dumps(facts))
+
+
+class Noted:
+    """A data set that notes which samples are taken: `seen` is the list of indices."""
+
+    def __init__(self, data):
+        self.data, self.seen = data, []
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.data[index]
+
+    def __getattr__(self, name):  # such as set_epoch
+        return getattr(getattr(self.data, "dataset", self.data), name)

@@ -1,0 +1,79 @@
+"""Run mingpt.train, with something done to it that the environment asks for.
+
+    AT_STEP=7 DO=sigkill python tests/hooks/gpt.py --steps 12
+
+DO: sigterm or sigkill (this process gets it when the step begins), nan (the weights are
+NaN from then on), nan_sigterm (both), nan_once (in this step alone), sigterm_in_compile
+(while torch.compile traces, where operations compute nothing), float64 (the model has
+such weights, so that sums in another order agree to the last digits), own_folder (each
+rank is in a folder of its own, as on a machine of its own),
+slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first).
+RANK_ONLY=1 does it on this rank alone.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import utils
+from mingpt import options, train
+
+DO = os.environ.get("DO", "")
+AT_STEP = int(os.environ.get("AT_STEP", -1))
+RANK = os.environ.get("RANK", "0")
+run_batch, load = train.Trainer._run_batch, train.load_train_objs
+save_atomically = utils.save_atomically
+saved = []
+
+
+def fault_at_step(self, source, targets):
+    if self.steps_run != AT_STEP or os.environ.get("RANK_ONLY", RANK) != RANK:
+        return run_batch(self, source, targets)
+    self._finish_writing()
+    weight = self.model.lm_head.weight.data
+    good = weight.clone()
+    if "nan" in DO:
+        weight.fill_(float("nan"))
+    if "sig" in DO:
+        os.kill(os.getpid(), getattr(signal, DO.removeprefix("nan_").upper()))
+    loss = run_batch(self, source, targets)
+    if DO == "nan_once":
+        weight.copy_(good)
+    return loss
+
+
+def sigterm_while_tracing(self, source, targets):
+    if self.steps_run == AT_STEP:
+        with FakeTensorMode():
+            signal.raise_signal(signal.SIGTERM)
+    return run_batch(self, source, targets)
+
+
+def load_float64(*how):
+    corpus, model, optimizer = load(*how)
+    return corpus, model.double(), optimizer
+
+
+def save_slowly(snapshot, path):
+    saved.append(path)
+    time.sleep(1)
+    save_atomically(snapshot, path)
+    if len(saved) == 1:
+        os.link(path, f"{path}.first")
+
+
+if DO == "sigterm_in_compile":
+    train.Trainer._run_batch = sigterm_while_tracing
+elif DO.startswith(("sig", "nan")):
+    train.Trainer._run_batch = fault_at_step
+elif DO == "float64":
+    train.load_train_objs = load_float64
+elif DO == "own_folder":
+    os.chdir(RANK)
+elif DO:
+    utils.save_atomically = save_slowly
+sys.argv[0] = train.__file__
+train.main(options.parse(options.make_parser(train.__doc__)))

@@ -1,0 +1,125 @@
+"""mingpt/gpt2_weights.py: the same logits as transformers' GPT-2, both ways."""
+
+import json
+
+import pytest
+import torch
+
+from mingpt.model import GPT, GPTConfig
+from tests.helpers.gpt_checks import awake, tokens
+
+reason = "mingpt/gpt2_weights.py needs it"
+safetensors = pytest.importorskip("safetensors", reason=reason)
+from mingpt.gpt2_weights import load_gpt2, save_gpt2  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="its GPT-2 is the judge")
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers):
+    """A small GPT-2 of transformers, with large random weights and biases."""
+    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 128, "n_layer": 2}
+    more = {"n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(**sizes, **more)
+    return awake(transformers.GPT2LMHeadModel(config)).eval()
+
+
+@pytest.fixture
+def folder(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def check_same(ours, theirs):
+    """The logits agree in float32 and, with the same weights, in float64."""
+    idx = tokens(ours)
+    with torch.no_grad():
+        for dtype, error in ((torch.float32, 1e-4), (torch.float64, 1e-11)):
+            ours.to(dtype), theirs.to(dtype)
+            expected = theirs(idx).logits
+            assert expected.std() > 0.5
+            torch.testing.assert_close(ours(idx)[0], expected, rtol=0, atol=error)
+            ours.float(), theirs.float()
+
+
+def test_loads_what_transformers_saves(folder, theirs):
+    model = load_gpt2(folder)
+    assert model.config == GPTConfig(16, 31, 2, 2, 128)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    check_same(model.eval(), theirs)
+
+
+def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
+    model = awake(GPT(GPTConfig(16, 31, 2, 4, 64, dropout=0.3))).eval()
+    save_gpt2(model, tmp_path / "new")
+    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "new", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    check_same(model, theirs.eval())
+    c = theirs.config
+    assert (c.attn_pdrop, c.resid_pdrop, c.embd_pdrop) == (0.3, 0.3, 0.3)
+    assert (c.bos_token_id, c.eos_token_id) == (None, None)
+    file = tmp_path / "new/model.safetensors"
+    with safetensors.safe_open(file, "pt") as opened:  # old versions ask for it
+        assert opened.metadata() == {"format": "pt"}
+    # Nothing in the weights tells the number of heads: the config beside them does.
+    again = load_gpt2(file, dropout=0.2, checkpoint=True)
+    assert again.config == GPTConfig(16, 31, 2, 4, 64, dropout=0.2, checkpoint=True)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, again.state_dict()[name])
+
+
+def old(theirs):
+    """The weights as the files of 2019 have them: short names, masks among them."""
+    state = {n.removeprefix("transformer."): x for n, x in theirs.state_dict().items()}
+    for i in range(2):
+        state[f"h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+        state[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    return {name: x.contiguous() for name, x in state.items()}
+
+
+@pytest.mark.parametrize("whole_folder", [True, False])
+def test_loads_old_files(theirs, tmp_path, whole_folder):
+    file = tmp_path / "model.safetensors"
+    state = old(theirs)
+    del state["lm_head.weight"]
+    safetensors.torch.save_file(state, file)
+    check_same(load_gpt2(str(tmp_path if whole_folder else file)).eval(), theirs)
+
+
+def change(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(path, capsys):
+    """What load_gpt2 prints before the program ends with status 2."""
+    with pytest.raises(SystemExit) as caught:
+        load_gpt2(path)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_refuses_what_is_no_gpt2(folder, tmp_path, capsys):
+    for values, words in (
+        ({"activation_function": "relu"}, "is 'relu', in GPT-2 'gelu_new'"),
+        ({"model_type": "llama"}, "model_type is 'llama', in GPT-2 'gpt2'"),
+        ({"n_head": 3}, "128 wide: no 3 equal heads"),
+    ):
+        before = (folder / "config.json").read_text()
+        change(folder, **values)
+        assert words in refused(folder, capsys)
+        (folder / "config.json").write_text(before)
+    path = folder / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    del state["transformer.ln_f.bias"]
+    safetensors.torch.save_file(state, path)
+    assert "Missing key" in refused(folder, capsys)
+    path.write_bytes(b"not weights at all")
+    assert f"{folder} holds no GPT-2" in refused(folder, capsys)

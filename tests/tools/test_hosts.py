@@ -1,0 +1,54 @@
+"""What kills on hosts: a command of one's own, and the tool that kills at random."""
+
+import re
+import sys
+
+import pytest
+
+from tests.conftest import needs_hosts
+from tools.run import processes
+from tools.run.processes import TIMEOUT_S
+from tools.scripts import ROOT
+
+pytestmark = [pytest.mark.waits, needs_hosts]
+
+
+def test_a_host_is_killed_and_started_again(tmp_path):
+    """It runs the command again; what comes then is in its folder already."""
+    script = "[ -e twice ] && echo again && exit 3; touch twice; echo up; sleep 1000"
+    script = f"[ $(hostname) = node1 ] || exit 0; {script}"
+    when = "--when", "up", "kill node1", "--when", "up", "start node1"
+    words = [sys.executable, "-W", "ignore", "-m", "tools.run.hosts", "2", *when]
+    done = processes.run([*words, "--", "sh", "-c", script], tmp_path, PYTHONPATH=ROOT)
+    lines = ["node1: up", "-- kill node1", "-- start node1", "node1: again"]
+    assert done.stdout.splitlines() == lines
+    assert done.returncode == 1, "node1 ends with 3"
+
+
+# The tool that kills at random: two short runs of it
+
+
+def chaos(*args):
+    command = [sys.executable, "-W", "ignore", "-m", "tools.prove.chaos", *args]
+    # It ends by itself if nothing moves for three minutes.
+    done = processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "final weights and optimizer state: the same bits" in done.stdout
+    return done.stdout
+
+
+def test_twenty_kills_of_a_worker_cost_twenty_restarts():
+    """Also while it starts or saves; each ends in the next attempt, and none hangs."""
+    args = "--kills", "20", "--only", "worker", "--hosts", "1", "--nproc-per-node", "2"
+    out = chaos(*args)
+    assert "torchrun's last restart count: 20\n" in out
+    found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", out)
+    assert found[1] == found[2]
+
+
+def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
+    out = chaos("--kills", "3", "--seed", "7")
+    assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in out
+    assert re.search(r"while a snapshot was written: [1-3];", out)
+    twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", out)
+    assert 0 < int(twice[1]) <= 64, "what was hit in its write is done again"

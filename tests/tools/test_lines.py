@@ -1,0 +1,148 @@
+"""Mutants take out what they should, and the proof that uses them can fail."""
+
+import re
+
+import pytest
+
+from tools.diffs import hunks
+from tools.files import copy_tree, edit
+from tools.prove import lines
+from tools.prove.mutants import meaning, mutants
+from tools.run.warm import Fork
+from tools.scripts import ALL_EDGES, ROOT
+
+pytestmark = pytest.mark.waits
+
+# Mutants of small texts
+
+
+def block(text):
+    """`text` as the body of a function."""
+    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    return f"def f(self):\n    first()\n{indented}    last()\n"
+
+
+MADE = [  # the kind, lines of the parent's, of the child's, and what is made of them
+    ("block", "", "if a:\n    b()\nelse:\n    c()", ["b()"]),
+    ("block", "", "with a, \\\n     b:\n    # why\n    c()", ["c()"]),
+    ("block", "", "@cached\ndef g():\n    b()\n    c()", ["b()\nc()"]),
+    ("statement", "", "try:\n    b()\nexcept E:\n    pass", ["pass"]),
+    ("statement", "b(x)", "with a():\n    b(x)", ["b(x)"]),
+    ("argument", "", "f(a, b=g(1))", ["f(b=g(1))", "f(a)", "f(a, b=g())"]),
+    ("argument", "", "f('ä, ö', *c)", ["f(*c)", "f('ä, ö')"]),
+    ("argument", "x = f(a, b=1)", "x = f(a, b=2)", ["x = f(a)"]),
+    ("argument", "x = f(a=1)", "x = g(a=1)", ["x = g()"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "parent", "child", "made"), MADE)
+def test_a_statement_a_header_or_an_argument_is_taken_out(kind, parent, child, made):
+    found = mutants(block(parent), block(child))
+    found = [meaning(x.text) for x in found if x.kind == kind]
+    assert {meaning(block(x)) for x in made} <= {*found}
+    assert kind == "statement" or len(found) == len(made)
+
+
+# Mutants of the scripts
+
+
+@pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
+def test_every_added_line_is_taken_out_once(parent, child):
+    """Not counting docstrings, comments and parentheses. No mutant is another one."""
+    before, after = ((ROOT / name).read_text() for name in (parent, child))
+    made = [x.text for x in mutants(before, after)]
+    meanings = {meaning(text) for text in made}
+    assert len(meanings - {None, meaning(after)}) == len(made) > 0
+    code = re.sub('""".*?"""', "", after, flags=re.S).splitlines()
+    for line in {line for hunk in hunks(parent, child) for line in hunk.added}:
+        old, new = (text.splitlines().count(line) for text in (before, after))
+        if new > old and line in code and re.match(r" *[^# ]*\w", line):
+            assert [x for x in made if x.splitlines().count(line) < new], line
+
+
+# The proof, on a tree with faults
+
+TESTS = "tests/test_planted.py::test_multigpu_"
+NEEDS_LINES = """import pytest
+from tools.run.processes import finish, start
+from tools.scripts import ROOT
+
+TEXT = (ROOT / "multigpu.py").read_text()
+
+def test_multigpu_hangs_without_a_line():
+    if "planted_waits = total_epochs" not in TEXT:
+        finish(start(["sleep", "60"], ROOT), timeout_s=0.5)
+
+@pytest.mark.waits
+def test_multigpu_has_a_line():
+    assert "planted_needed = total_epochs" in TEXT
+"""
+PAGE = """# The scripts
+
+<!-- diff single_gpu.py multigpu.py: `planted_useless = dict` -->
+<!-- end -->
+
+Tests: [test_multigpu_hangs_without_a_line](../tests/test_planted.py), \
+[test_multigpu_has_a_line](../tests/test_planted.py)
+"""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A copy of the tree in which multigpu.py has three more lines.
+
+    Its only page names two tests that miss some of them.
+    """
+    folder = tmp_path_factory.mktemp("planted")
+    copy_tree(folder)
+    seam = "    def train(self, total_epochs):\n"
+    lines = """\
+        planted_useless = dict(planted_unused=total_epochs)
+        planted_waits = total_epochs
+        planted_needed = total_epochs
+"""
+    edit(folder / "multigpu.py", (seam, f"{seam}{lines}"))
+    for page in folder.glob("**/*.md"):
+        page.unlink()
+    for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
+        (folder / f"{name}.md").write_text(text)
+    (folder / "tests/test_planted.py").write_text(NEEDS_LINES)
+    return folder
+
+
+def prove(root, only):
+    """(exit status, its lines about mutants, all its output) for what has `only`."""
+    words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
+    done = Fork([*words, "--only", only], root).finish()
+    assert not done.stderr
+    # Those that are bad are printed at once, and again at the end.
+    lines = {x for x in done.stdout.splitlines() if re.match(r"multigpu.py:\d", x)}
+    return done.returncode, lines, done.stdout
+
+
+def test_what_no_test_misses_is_found_out_and_a_hang_is_no_verdict(planted):
+    status, lines, _ = prove(planted, "planted_")
+    missed = {
+        "planted_useless = ": "NO TEST MISSES IT",
+        "planted_unused=total_epochs in ": "NO TEST MISSES IT",
+        "planted_waits = ": f"TIMED OUT: {TESTS}hangs_without_a_line",
+        "planted_needed = ": f"{TESTS}has_a_line",
+    }
+    assert len(lines) == len(missed)
+    for what, verdict in missed.items():
+        (line,) = [x for x in lines if f" {what}" in x]
+        assert line.endswith(f" {verdict}")
+    assert status == 1
+
+
+def test_only_what_has_not_changed_since_a_green_run_is_skipped(tmp_path, monkeypatch):
+    edges, proven = [("single_gpu.py", "multigpu.py")], []
+    monkeypatch.setattr(lines, "GREEN", tmp_path / "green.json")
+    verdicts = iter([True, False])
+    monkeypatch.setattr(lines, "prove", lambda x: proven.append(x) or next(verdicts))
+    assert lines.prove_changed(edges, full=False)
+    assert lines.prove_changed(edges, full=False)
+    assert len(proven) == 1
+    monkeypatch.setattr(lines, "fingerprint", lambda edge: "changed")
+    assert not lines.prove_changed(edges, full=False)
+    assert lines.GREEN.read_text() == "{}", "a red run takes the record away"

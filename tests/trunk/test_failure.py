@@ -1,0 +1,152 @@
+"""A process that dies takes the run with it: soon, by name, leaving nothing behind."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+import uuid
+
+import pytest
+
+from tools.run import processes
+from tools.run.launch import ENTRY, as_typed, command, environment, launch, plant
+from tools.run.processes import descendants, left_over, wait_until
+from tools.run.results import load, same_bits
+from tools.run.warm import Fork
+from tools.scripts import ROOT
+
+linux = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
+)
+
+
+@pytest.mark.waits
+@linux
+@pytest.mark.parametrize("name", ["multigpu.py", "multinode.py"])
+def test_a_rank_that_is_killed_is_named(killed, name):
+    _, done, left = killed(name)
+    assert re.search("process 1 terminated with signal|rank +: 1 ", done.stderr)
+    assert "SIGKILL" in done.stderr
+    assert not left
+
+
+def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
+    script = plant("multigpu.py", tmp_path, hooks=["faults:in_step_80"])
+    done = launch(script, 5, 2, cwd=tmp_path, real="", IN_STEP_80="raise")
+    assert done.returncode == 1
+    assert "-- Process 1 terminated with the following error:" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: planted")
+
+
+@linux
+@pytest.mark.waits
+def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
+    """In a fork, torchrun itself would do what `@record` does."""
+    hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
+    script = plant("multinode.py", tmp_path, hooks=hooks)
+    mark, real = uuid.uuid4().hex, "what is known of a process that ended is the claim"
+    env = {"MARK": mark, "IN_STEP_80": "raise"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
+    assert done.returncode == 1
+    # It counts in seconds: rank 0's lost connection may pass for the root cause.
+    report = done.stderr.split(" FAILED\n")[1]
+    assert "rank      : 1 (local_rank: 1)" in report
+    assert "ValueError: planted" in report
+    assert not left_over(mark)
+
+
+@pytest.mark.waits
+@linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_ending_multigpu_ends_its_processes(tmp_path, number):
+    """The signal reaches the first process alone.
+
+    SIGTERM here in the background of a shell script, where SIGINT is ignored.
+    """
+    ignore = "\n    import signal\n\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    changes = [(ENTRY, ENTRY + ignore)] if number == signal.SIGTERM else []
+    script = plant("multigpu.py", tmp_path / "copy", *changes)
+    # Not a fork, which leaves out what Python does at its end: wait for its processes.
+    run = processes.start(as_typed(command(script, 10**6, 1)), tmp_path)
+    wait_until((tmp_path / "snapshot.pt").exists)
+    ranks = descendants(run.pid)
+    assert len(ranks) >= 2
+    os.kill(run.pid, number)
+    assert processes.finish(run).returncode != 0
+    wait_until(lambda: not [x for x in ranks if os.path.exists(f"/proc/{x}")])
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
+
+
+@pytest.mark.waits
+@linux
+@pytest.mark.parametrize("program", ["multigpu.py", "multinode.py"])
+def test_ending_pytest_ends_its_forks(tmp_path, program):
+    """They are in sessions of their own, and one trained on for 15 minutes."""
+    words = [str(x) for x in command(ROOT / program, 10**6, 1)]
+    lines = "from tools.run.warm import Fork", "def test():"
+    lines += (f"    Fork({words}, '.').finish()",)
+    (tmp_path / "test_it.py").write_text("\n".join(lines))
+    run = Fork(["python", "-m", "pytest", "test_it.py"], tmp_path, PYTHONPATH=ROOT)
+    wait_until((tmp_path / "snapshot.pt").exists)
+    family = descendants(run.pid)
+    assert len(family) >= 3
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.finish().returncode != 0
+    try:
+        wait_until(lambda: not [x for x in family if os.path.exists(f"/proc/{x}")])
+    finally:
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_multigpu_does_not_wait_for_a_rank_that_dies_at_once(tmp_path):
+    script = plant("multigpu.py", tmp_path, hooks=["faults:die_at_once"])
+    began = time.monotonic()
+    done = launch(script, 5, 2, cwd=tmp_path, real="")
+    assert time.monotonic() - began < 100, "not by the five minutes' time-out"
+    assert done.returncode == 1
+    assert "-- Process 1 terminated with the following error:" in done.stderr
+
+
+def restarted(folder, kills, restarts, **env):
+    """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
+    hooks = ["faults:killed_attempts", "faults:record_in_one_piece"]
+    script = plant("multinode.py", folder / "copy", hooks=hooks)
+    words = as_typed(command(script, 5, 1))
+    words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
+    env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+    return processes.run(words, folder, **environment(script, env))
+
+
+@pytest.mark.waits
+def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
+    """Exactly one restart each, and a store of its own for every attempt.
+
+    Were the store shared, an attempt could read the addresses of the one before.
+    """
+    done = restarted(tmp_path, kills=2, restarts=2)
+    assert done.returncode == 0, done.stderr
+    ports = re.findall(r"attempt (\d) has port (\d+)", done.stdout)
+    assert [attempt for attempt, _ in ports] == ["0", "1", "2"]
+    assert len({port for _, port in ports}) == 3
+    resumed = re.findall(r"(\d) of 5 epochs are finished", done.stdout)
+    assert resumed == ["0", "1", "2"], "nothing that was saved is done again"
+    undisturbed = load(runs("multinode.py")[0] / "snapshot.pt")
+    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+
+
+@pytest.mark.waits
+def test_restarts_are_used_up(tmp_path):
+    mark = uuid.uuid4().hex
+    done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)
+    assert done.returncode == 1
+    assert [x for x in done.stdout.splitlines() if "attempt 1 has" in x]
+    # Both ranks have failed by the time that torchrun looks, if the machine is busy. It
+    # then takes the one that wrote down its error for the first.
+    report = done.stderr.split("FAILED")[1]
+    killed = report.split("rank      : 1 (local_rank: 1)")[1].split("rank  ")[0]
+    assert "Signal 9 (SIGKILL) received by PID" in killed
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
+    assert not left_over(mark)

@@ -1,0 +1,338 @@
+"""Bad input: one line, exit status 2, before anything starts, every file as it was."""
+
+import os
+import pickle
+import re
+import types
+
+import pytest
+import torch
+
+import utils
+from tools.run.launch import launch, plant, run_script, train
+from tools.run.results import load
+from tools.scripts import ROOT
+
+TRUNK = ["single_gpu.py", "multigpu.py", "multinode.py"]  # each way of starting
+
+ARGUMENTS = {
+    "": "the following arguments are required: total_epochs, save_every",
+    "5": "the following arguments are required: save_every",
+    "five 1": "argument total_epochs: 'five' is not a whole number above 0",
+    "0 1": "argument total_epochs: '0' is not a whole number above 0",
+    "-5 1": "argument total_epochs: '-5' is not a whole number above 0",
+    "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
+    "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
+    "5 1 --speed 2": "unrecognized arguments: --speed 2",
+    "5 1 --snapshot-path no/s.pt": "cannot write 'no/s.pt': [Errno 2] No such file",
+    "5 1 --snapshot-path /proc/s.pt": "cannot write '/proc/s.pt': ",
+    "5 1 --snapshot-path=": "cannot write '': that names no file",
+    "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
+    "5 1 --snapshot-path /tmp": "cannot write '/tmp': that names no file",
+    "5 1 --snapshot-path /dev/null": "cannot write '/dev/null': that names no file",
+    f"5 1 --snapshot-path {250 * 'x'}": "File name too long",
+}
+
+
+@pytest.fixture
+def line_of(capsys):
+    """`line_of(function, ...)`: the line with which it ends the program."""
+
+    def get(function, *arguments, **options):
+        with pytest.raises(SystemExit) as end:
+            function(*arguments, **options)
+        assert end.value.code == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        return err.strip().partition(": error: ")[2]
+
+    return get
+
+
+def files(folder):
+    return {x.name: x.read_bytes() for x in folder.iterdir() if x.is_file()}
+
+
+def refused(name, folder, *args, script=None, **env):
+    """The one line on stderr with which a script refuses to run."""
+    before = files(folder)
+    done = run_script(script or ROOT / name, *args, cwd=folder, **env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert files(folder) == before
+    start = f"{os.path.basename(name)}: error: "
+    assert done.stderr.startswith(start)
+    return done.stderr.removeprefix(start).strip()
+
+
+def refused_in_a_rank(name, folder, *args, script=None):
+    """The same of a script that is started as one starts it. torchrun adds a report."""
+    before = files(folder)
+    done = launch(script or ROOT / name, *args, cwd=folder, real="")
+    assert files(folder) == before
+    assert not done.stdout
+    if name == "multinode.py":
+        assert done.returncode == 1
+        assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]
+    else:
+        assert done.returncode == 2
+        lines = done.stderr.splitlines()  # PyTorch tells of a rank that ends later
+        assert len([x for x in lines if "Terminating process" not in x]) == 1, lines
+    (line,) = re.findall(rf"(?m)^{name}: error: (.+)$", done.stderr)
+    return line
+
+
+# The command line
+
+
+@pytest.mark.parametrize("args", ARGUMENTS)
+def test_bad_argument(args, line_of):
+    parser = utils.make_parser("")
+    assert ARGUMENTS[args] in line_of(parser.parse_args, args.split())
+
+
+@pytest.mark.parametrize("name", TRUNK)
+def test_nothing_starts_on_bad_input(name, tmp_path):
+    assert ARGUMENTS["0 1"] == refused(name, tmp_path, 0, 1)
+
+
+def test_underscored_options_are_understood(tmp_path):
+    parser, path = utils.make_parser(""), str(tmp_path / "other.pt")
+    words = ["1", "2", "--batch_size", "64", "--snapshot_path", path]
+    args = {"total_epochs": 1, "save_every": 2, "batch_size": 64, "device": "auto"}
+    assert vars(parser.parse_args(words)) == args | {"snapshot_path": path}
+    assert not os.listdir(tmp_path), "a path is tried out, and nothing is left"
+
+
+@pytest.mark.parametrize("name", TRUNK)
+def test_help(name, tmp_path):
+    done = run_script(ROOT / name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    words = " ".join(done.stdout.split())
+    assert "total_epochs save_every" in words
+    assert ("--nprocs NPROCS processes to start" in words) == (name == "multigpu.py")
+    assert "that one process takes in a step (default: 32)" in words
+
+
+def test_multinode_without_torchrun_says_what_to_type(tmp_path):
+    line = refused("multinode.py", tmp_path, 5, 1)
+    start = "no 'RANK': type torchrun --standalone --nproc-per-node=2"
+    assert line == f"{start} {ROOT / 'multinode.py'} ..."
+
+
+def test_torchrun_does_not_start_what_python_starts(tmp_path, monkeypatch):
+    """Two processes would train, each for itself, and save to one path."""
+    for name in ("single_gpu.py", "multigpu.py"):
+        line = refused(name, tmp_path, 5, 1, TORCHELASTIC_RUN_ID="run")
+        assert line == "start this script with python, not with torchrun"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    utils.make_parser(None)  # of a copy without a docstring nobody can tell
+
+
+def test_the_first_process_of_a_machine_speaks_for_all(line_of, monkeypatch):
+    waited = []
+    monkeypatch.setattr(utils.time, "sleep", waited.append)
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert line_of(utils.error, "wrong") == "wrong"
+    assert waited == [0.2, 5]  # shorter: gloo's threads
+
+
+# Devices
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(kind, count, ...)`: PyTorch says that it has these accelerators."""
+
+    def pretend(kind, count, usable=True, nccl=True):
+        facts = {
+            "device_count": lambda: count,
+            "current_accelerator": lambda **_: torch.device(kind) if usable else None,
+        }
+        monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(**facts))
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+
+    return pretend
+
+
+def test_accelerators_that_do_not_answer(machine, line_of):
+    """A driver that is too old: it counts 8 devices, and none can be used."""
+    machine("cuda", 8, usable=False)
+    line = line_of(utils.choose_nprocs, "auto")
+    assert line.startswith("PyTorch cannot use the accelerators here: ")
+    assert utils.device_type("cpu", distributed=True) == "cpu"
+
+
+def test_more_processes_than_accelerators(machine, line_of):
+    assert [utils.choose_nprocs("auto", x) for x in (None, 3)] == [2, 3]
+    machine("cuda", 4)
+    assert [utils.choose_nprocs("auto", x) for x in (None, 3)] == [4, 3]
+    line = line_of(utils.choose_nprocs, "auto", 5)
+    assert line == "5 processes, 4 accelerators: try more with --device cpu"
+
+
+def test_a_mac_and_a_gpu_without_nccl(machine, line_of):
+    """gloo has no collectives for MPS: several processes take the CPU."""
+    line = "--device mps: this script can only use auto, cpu here"
+    assert line_of(utils.device_type, "mps", distributed=False) == line
+    machine("mps", 1)
+    assert utils.device_type("auto", distributed=False) == "mps"
+    assert utils.device_type("auto", distributed=True) == "cpu"
+    assert line_of(utils.device_type, "mps", distributed=True) == line
+    machine("cuda", 1, nccl=False)  # as on Windows
+    assert utils.device_type("auto", distributed=False) == "cuda"
+    assert utils.device_type("auto", distributed=True) == "cpu"
+
+
+def test_a_device_that_cannot_be_taken(machine, line_of):
+    """MIG: NVML counts more devices than there are for CUDA."""
+    machine("cuda", 1)
+
+    def fail(index):
+        raise RuntimeError(f"invalid device ordinal {index}\nand more")
+
+    torch.accelerator.set_device_index = fail
+    line = line_of(utils.set_device, "auto", 1)
+    assert line == "cannot use cuda:1: invalid device ordinal 1. Try --device cpu"
+    torch.accelerator.set_device_index = [].append
+    assert utils.set_device("auto", 1) == torch.device("cuda", 1)
+    assert utils.set_device("auto") == torch.device("cuda", 0)
+
+
+def test_device_cpu_starts_two_processes(machine):
+    """However many GPUs there are."""
+    machine("cuda", 4)
+    assert [utils.choose_nprocs("cpu", x) for x in (None, 8)] == [2, 8]
+
+
+# The objects of load_train_objs
+
+
+def test_no_held_out_sample(line_of):
+    data, none = utils.MyTrainDataset(40), utils.MyTrainDataset(0)
+    model = torch.nn.Linear(20, 1)
+    task = model, sgd(model.parameters(), 0.1)
+    utils.check_objects(data, data, *task, 40)
+    assert line_of(utils.check_objects, data, none, *task, 1).endswith(", 0 held out")
+
+
+@pytest.mark.parametrize("name", TRUNK)
+def test_more_processes_than_samples(name, tmp_path):
+    """A rank that has said what is wrong is followed by no traceback."""
+    ranks = 1 if name == "single_gpu.py" else 2
+    line = refused_in_a_rank(name, tmp_path, 5, 1, "--batch-size", 2049)
+    assert line.startswith(f"too few: a step takes {ranks * 2049} of 2048 samples")
+
+
+def test_machines_with_different_data_are_refused(tmp_path):
+    change = "MyTrainDataset(2048)", "MyTrainDataset(2048 + utils.torchrun_env()[0])"
+    script = plant("multinode.py", tmp_path / "copy", change)
+    line = refused_in_a_rank("multinode.py", tmp_path, 5, 1, script=script)
+    start = "ranks have different numbers of (training, held-out) samples: "
+    assert line == f"{start}[(2048, 512), (2049, 512)]"
+
+
+def test_the_parent_loads_no_data(tmp_path):
+    """Each rank loads it once: with real data, more costs minutes and gigabytes."""
+    seed = "    torch.manual_seed(0)\n"
+    note = "    open(f'{__name__}.{utils.os.getpid()}', 'x')\n"
+    script = plant("multigpu.py", tmp_path / "copy", (seed, seed + note))
+    train(script, 1, 1, cwd=tmp_path)
+    loaded = sorted(x.name.partition(".")[0] for x in tmp_path.glob("__*"))
+    assert loaded == ["__mp_main__"] * 2
+
+
+# The snapshot
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty", "pickle", "keys", "epochs", "folder"])
+def test_not_a_snapshot(kind, runs, copy_of, line_of):
+    path = copy_of(runs("single_gpu.py")[0])
+    whole = path.read_bytes()
+    match kind:
+        case "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        case "empty":
+            path.write_bytes(b"")
+        case "pickle":  # code in it must not run
+            path.write_bytes(pickle.dumps(os.getcwd, protocol=2))
+        case "keys":
+            torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, path)
+        case "epochs":
+            torch.save({"MODEL_STATE": {}, "OPTIMIZER_STATE": {}}, path)
+        case "folder":
+            path = path.parent
+    line = line_of(utils.read_snapshot, str(path))
+    assert line.startswith(f"{path} is cut short or no snapshot: ")
+
+
+@pytest.mark.parametrize("name", TRUNK)
+def test_snapshot_of_another_model(name, runs, copy_of):
+    path = copy_of(runs("single_gpu.py")[0])
+    snapshot = load(path)
+    snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
+    torch.save(snapshot, path)
+    line = refused_in_a_rank(name, path.parent, 9, 1)
+    assert line.startswith("snapshot.pt belongs to another model: choose another --")
+
+
+def check(saved, mine, model=None):
+    """`utils.check_snapshot` of a snapshot of one optimizer for another."""
+    model = model or torch.nn.Linear(2, 1)
+    optimizers = [make(model.parameters(), lr=0.1) for make in (saved, mine)]
+    snapshot = {"MODEL_STATE": model.state_dict()}
+    snapshot["OPTIMIZER_STATE"] = optimizers[0].state_dict()
+    utils.check_snapshot(snapshot, model, optimizers[1], "s.pt")
+
+
+def test_a_model_whose_modules_stand_in_another_order(line_of):
+    """The optimizer's state goes by number, and would land on other parameters."""
+    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    saved, mine = torch.nn.ModuleDict({"a": a, "b": b}), torch.nn.ModuleDict()
+    mine.b, mine.a = b, a
+    snapshot = {"MODEL_STATE": saved.state_dict()}
+    line = line_of(utils.check_snapshot, snapshot, mine, None, "s.pt")
+    assert line.startswith("s.pt belongs to another model: ")
+
+
+def sgd(parameters, lr):
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+def test_snapshot_of_another_optimizer(line_of):
+    """torch would load it, and raise KeyError in the first step."""
+    line = "s.pt belongs to another optimizer, without betas: "
+    assert line_of(check, sgd, torch.optim.Adam).startswith(line)
+    line = "s.pt belongs to another optimizer, without momentum: "
+    assert line_of(check, torch.optim.Adagrad, sgd).startswith(line)
+
+    def two_groups(parameters, lr):
+        return sgd([{"params": x} for x in parameters], lr)
+
+    line = "s.pt belongs to an optimizer of other parameter groups: "
+    assert line_of(check, two_groups, sgd).startswith(line)
+
+
+class WithExtraState(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"version": "a"}  # in the state_dict, and no tensor
+
+
+def test_a_snapshot_that_fits(capsys):
+    check(sgd, sgd, WithExtraState(2, 1))
+
+    def scheduled(parameters, lr):
+        optimizer = sgd(parameters, lr)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.param_groups[0]["lr"] = lr / 10
+        return optimizer
+
+    check(scheduled, scheduled)
+    assert not capsys.readouterr().out, "a scheduler sets the rate itself"
+    check(scheduled, sgd)
+    line = "lr is 0.01 as in s.pt by schedule, not 0.1 as here\n"
+    assert capsys.readouterr().out == line
+    check(sgd, lambda parameters, lr: sgd(parameters, 1))
+    assert capsys.readouterr().out == "lr is 0.1 as in s.pt, not 1 as here\n"

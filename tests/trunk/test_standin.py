@@ -1,0 +1,100 @@
+"""On the stand-in for GPUs: what belongs on a device is there, and on the right one.
+
+tests/standin/standin.cpp says what it is. It needs g++ and ninja: a minute once.
+"""
+
+import json
+import re
+
+import pytest
+
+from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, train
+from tools.run.results import losses
+from tools.run.warm import Fork
+from tools.scripts import ROOT, SCRIPTS
+
+pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("standin")]
+STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
+
+
+def test_two_ranks_on_one_device_are_refused(tmp_path):
+    """As NCCL refuses them, so that the other tests show what it would."""
+    line = "device = utils.set_device(args.device, rank, world_size)"
+    script = plant(
+        "multigpu.py", tmp_path / "copy", (line, line.replace(" rank", " 0"))
+    )
+    done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
+    assert " use one device" in done.stderr
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
+    """Two devices also resume. In a step, nothing waits for a device."""
+    script = plant(name, tmp_path / "copy", hooks=["standin"])
+    how = {"cwd": tmp_path, "nprocs": devices, "STANDIN_DEVICES": devices, **STANDIN}
+    found = []
+    resumes = devices == 2 and "real_job" not in name  # its rate follows from the end
+    for end in (2, 5) if resumes else (5,):
+        size = "--batch-size", batch_size(name, 64, devices)
+        done = train(script, end, 2, *size, **how)
+        found += losses(done)
+        ranks = devices if name in DISTRIBUTED else 1
+        assert f"{ranks} x standin, " in done.stdout
+    assert found == losses(runs(name, devices)[1])
+    seen = [json.loads(x.read_text()) for x in tmp_path.glob("seen.*.json")]
+    if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
+        seen = [{k: x[k] for k in x if k != "waits"} for x in seen]
+    # DDP sends the order of its buckets, once.
+    once = "DistributedDataParallel(" in script.read_text()
+    assert seen == [{"copies that wait": 2} if once else {}] * ranks
+
+
+def test_the_group_is_on_the_ranks_device(tmp_path):
+    """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
+    train(ROOT / "multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
+
+
+def test_two_machines_may_have_more_devices_than_processes(tmp_path):
+    """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
+    words = ["python", "-m", "variants.multinode_spawn", 2, 1, "--nodes", 2]
+    words += ["--nprocs", 2, "--master-port", 29517, "--nr"]
+    how = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "STANDIN_DEVICES": 4}
+    forks = []
+    for machine in range(2):
+        (folder := tmp_path / str(machine)).mkdir()
+        forks.append(Fork([*words, machine], folder, STANDIN_HOST=machine, **how))
+    for done in [fork.finish() for fork in forks]:
+        assert done.returncode == 0, done.stderr
+
+
+GPT = "mingpt.train --steps 4 --preset nano --compile off --precision fp32"
+LOOP = "variants.train_loop 2 1 --gpu-mode"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        GPT,
+        f"{GPT} --shard",
+        f"{GPT} --split 2",
+        f"{LOOP} dp",
+        f"{LOOP} ddp",
+        f"{LOOP} ddp2",
+    ],
+)
+def test_a_module_trains_as_on_the_cpu(words, tmp_path):
+    start = ["python"]
+    if not words.endswith(" dp"):
+        start = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    printed = []
+    for path in ROOT, f"{ROOT}:{STANDIN['PYTHONPATH']}":
+        (folder := tmp_path / f"{len(printed)}").mkdir()
+        how = {"PYTHONPATH": path, "OMP_NUM_THREADS": 1}
+        done = Fork([*start, "-m", *words.split()], folder, **how).finish()
+        assert done.returncode == 0, done.stderr
+        assert ("x standin, " in done.stdout) == (path != ROOT)
+        speed = r"[\d,]+ (tokens|samples)/s"
+        lines = re.sub(speed, "", done.stdout).splitlines()
+        printed.append([x for x in lines if " loss " in x])
+    assert printed[0] == printed[1] != []

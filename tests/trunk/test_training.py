@@ -1,0 +1,301 @@
+"""Every script learns, trains the model of its parent, and resumes it bit for bit."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import single_gpu
+from tests.conftest import once, with_lines_added
+from tests.hooks.float64 import around_load_train_objs as to_float64
+from tools.run.launch import (
+    DISTRIBUTED,
+    OF_THE_TRUNKS_TASK,
+    UNDER_TORCHRUN,
+    batch_size,
+    command,
+    environment,
+    hooks_to_compare,
+    objects_of,
+    plant,
+    task_of,
+    train,
+)
+from tools.run.processes import run
+from tools.run.results import load, losses, same_bits, shape_of, weights
+from tools.run.warm import Fork
+from tools.scripts import EDGES, ROOT, SCRIPTS
+
+SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
+
+
+def real(names):
+    """`names`, the variants among them for `--all`: a new interpreter is dear."""
+    waits = pytest.mark.waits
+    return [pytest.param(x, marks=waits if "/" in x else ()) for x in names]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_task_of_its_own_has_a_test_of_its_own(name):
+    """Where `test_learns` below does not know what can be reached."""
+    if name not in OF_THE_TRUNKS_TASK:
+        own_tests = ROOT / "tests" / f"test_{Path(name).stem}.py"
+        assert "\ndef test_learns(typed)" in own_tests.read_text()
+
+
+def has_learnt(done, epochs):
+    """It began above 10 times the noise floor, and has come within 10 % of it."""
+    curve = losses(done)
+    (floor,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
+    return (
+        len(curve) == epochs
+        and curve[0][0] > 10 * float(floor)
+        and 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
+    )
+
+
+@pytest.mark.parametrize("name", real(OF_THE_TRUNKS_TASK))
+def test_learns(typed, name):
+    """With the docstring's own command, as one types it."""
+    folder, done, _ = typed(name)
+    assert has_learnt(done, 50)
+    saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
+    assert saved == ["10", "20", "30", "40", "50"]
+    after = load(folder / "snapshot.pt")["MODEL_STATE"]["weight"]
+    assert not torch.isclose(objects_of(name)[2].weight, after).any()
+
+
+@pytest.mark.parametrize("name", real(SCRIPTS))
+def test_the_first_command_has_nothing_to_complain_about(typed, name):
+    """Not a warning: the first lines that a newcomer sees are the script's own."""
+    _, done, _ = typed(name)
+    if name in UNDER_TORCHRUN:  # torchrun says that it sets OMP_NUM_THREADS
+        done = done._replace(stderr=re.sub("(?m)^W.*run.py.*\n", "", done.stderr))
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("name", real(DISTRIBUTED))
+def test_no_gloo_thread_outlives_main(typed, name):
+    """One that does may abort the process at exit, or hang it.
+
+    Only a new interpreter shows it: in a fork, the line that prevents it is not missed.
+    """
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc, which only Linux has")
+    _, _, threads = typed(name)
+    assert threads == ["[]", "[]"]
+
+
+ERROR_WITH_TENSORS_IN_GLOOS_THREADS = """
+import os, time
+import torch
+import utils
+
+class SlowToFree(torch.Tensor):
+    def __del__(self):
+        time.sleep(0.02)
+
+ranks = range(4)
+for _ in ranks:
+    if os.fork() == 0:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for _ in range(4):
+            tensor = torch.zeros(1).as_subclass(SlowToFree)
+            torch.distributed.all_reduce(tensor, async_op=True)
+            del tensor
+        utils.error("bad input")
+print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
+"""
+
+
+def test_an_error_lets_gloos_threads_free_their_tensors():
+    """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
+    done = run([sys.executable, "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], cwd=ROOT)
+    assert done.stdout == "[2, 2, 2, 2]\n", done
+
+
+SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
+
+
+@pytest.mark.parametrize(("parent", "child", "nprocs"), SAME)
+def test_same_training_as_its_parent(runs, parent, child, nprocs):
+    """One process with batch 64, 2 x 32, 4 x 16: the same losses, the same weights.
+
+    A script with a task of its own trains on 2 processes as it does on one.
+    """
+    hooks = hooks_to_compare(child)
+    if task_of(child) == task_of(parent):
+        others_folder, others_done = runs(parent, 2, hooks)
+    else:
+        others_folder, others_done = runs(child, 1, hooks)
+    folder, done = runs(child, nprocs, hooks)
+    torch.testing.assert_close(losses(done), losses(others_done), rtol=1e-6, atol=2e-6)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, others_folder))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_snapshot_holds_plain_keys(runs, name):
+    snapshot = load(runs(name)[0] / "snapshot.pt")
+    keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
+    assert list(snapshot)[:3] == keys, "a variant may add to them"
+    snapshot = {key: snapshot[key] for key in keys}
+    _, _, model, *_ = objects_of(name)
+    assert list(snapshot["MODEL_STATE"]) == list(model.state_dict())
+    assert snapshot["EPOCHS_RUN"] == 5
+    assert len(snapshot["OPTIMIZER_STATE"]["state"]) == len(list(model.parameters()))
+    if name in OF_THE_TRUNKS_TASK:
+        assert shape_of(snapshot) == shape_of(load(runs(SINGLE)[0] / "snapshot.pt"))
+    files = os.listdir(runs(name)[0])
+    pattern = r"snapshot\.pt(\.csv|\.5\.\w{8})?"  # a log, a folder of parts
+    assert all(re.fullmatch(pattern, x) for x in files), "no left-overs"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, name):
+    """The scripts of the root were killed as real processes.
+
+    They resume in forks, as the others do: so this also shows that forks, in which most
+    tests run, compute the bits of real processes.
+    """
+    folder, done, _ = killed(name)
+    assert done.returncode == (1 if name in DISTRIBUTED else -signal.SIGKILL)
+    assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
+    shutil.copytree(folder, tmp_path / "resumed")
+    args = (5, 2, "--batch-size", batch_size(name, 64))
+    done = train(ROOT / name, *args, cwd=tmp_path / "resumed")
+    assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
+    assert re.findall(r"(?m)^epoch (\d)/5", done.stdout) == ["3", "4", "5"]
+    undisturbed = runs(name)[0]
+    for path in filter(Path.is_file, undisturbed.iterdir()):
+        resumed = tmp_path / "resumed" / path.name
+        if path.suffix == ".pt":
+            assert same_bits(load(resumed), load(path))
+        else:  # a log
+            assert resumed.read_text() == path.read_text()
+
+
+def test_any_script_continues_any_other(tmp_path):
+    """From script to script in one training, and the world size changes with them.
+
+    What is not tried here follows from `test_snapshot_holds_plain_keys`: the snapshots
+    of all scripts are alike.
+    """
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    curve = losses(train(ROOT / SINGLE, 4, 4, "--batch-size", 64, cwd=whole))
+    chain = [(SINGLE, 1), (MULTINODE, 2), (MULTIGPU, 4), (SINGLE, 1)]
+    pieces = []
+    for epoch, (name, nprocs) in enumerate(chain, start=1):
+        args = (epoch, 1, "--batch-size", 64 // nprocs)
+        pieces += losses(train(ROOT / name, *args, cwd=tmp_path, nprocs=nprocs))
+    torch.testing.assert_close(pieces, curve, rtol=1e-6, atol=2e-6)
+    mine, theirs = (weights(x / "snapshot.pt") for x in (tmp_path, whole))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_finished_run_says_so(runs, copy_of):
+    path = copy_of(runs(MULTIGPU)[0])
+    before = path.read_bytes()
+    done = train(ROOT / MULTIGPU, 5, 1, cwd=path.parent)
+    line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
+    assert done.stdout.endswith(line)
+    assert path.read_bytes() == before
+
+
+def test_a_loss_with_weights_moves_to_the_device(tmp_path):
+    """As a model does. The meta device is one that every machine has."""
+    loss_fn = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    model, path = torch.nn.Linear(2, 3), str(tmp_path / "snapshot.pt")
+    meta = torch.device("meta")
+    trainer = single_gpu.Trainer(model, loss_fn, None, None, None, meta, 1, path)
+    assert {trainer.model.weight.device, trainer.loss_fn.weight.device} == {meta}
+
+
+def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
+    """Nor with a third that sits on the port that everybody copies."""
+    blocker = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    env = {"MASTER_PORT": blocker.port, "MASTER_ADDR": "localhost"}
+    # Ranks that wait for one that nobody starts raise soon, and not after five minutes.
+    soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
+    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["timing:quick_stores"])
+    env = environment(script, env)
+    both = [
+        Fork(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)
+        for i in (0, 1)
+    ]
+    assert [x.finish().returncode for x in both] == [0, 0]
+    assert same_bits(load(tmp_path / "0.pt"), load(tmp_path / "1.pt"))
+
+
+# A run of a copy with a line added after each statement of `train`, a model with
+# BatchNorm, a loss that must be moved, and a CPU that is as strict as GPUs are
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """`changed(name)`: (folder, Done, hooks, number of lines added), of two epochs.
+
+    It finds one GPU, and takes the CPU because it is told to.
+    """
+
+    @once
+    def run(name):
+        folder = tmp_path_factory.mktemp("changed")
+        hooks = [f"models:{x}" for x in ("batch_norm", "weighted_loss")]
+        hooks += [f"accelerators:{x}" for x in ("one", "strict")]
+        hooks += ["notes:lines", *hooks_to_compare(name)]
+        script = plant(name, folder / "copy", hooks=hooks)
+        text, count = with_lines_added(script.read_text(), "train")
+        script.write_text(text)
+        done = train(script, 2, 1, "--device", "cpu", cwd=folder)
+        return folder, done, hooks, count
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
+    """A reader adds a scheduler's step, a counter or a `break` wherever it seems right.
+
+    On rank 0 alone, it would change what that rank does, with no error.
+    """
+    folder, _, _, count = changed(name)
+    files = sorted(folder.glob("noted.*.json"))
+    assert len(files) == (2 if name in DISTRIBUTED else 1)
+    passed = [json.loads(file.read_text()) for file in files]
+    assert count > 8
+    assert set(passed[0]) == set(range(count))
+    assert all(x == passed[0] for x in passed)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_evaluated_is_what_is_saved(changed, name):
+    """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
+    folder, done, hooks, _ = changed(name)
+    load_train_objs = functools.partial(objects_of, name)
+    if "float64" in hooks:
+        load_train_objs = functools.partial(to_float64, load_train_objs)
+    _, eval_set, model, loss_fn, _ = load_train_objs()
+    source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
+    norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
+    model = torch.nn.Sequential(norm, model)
+    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    model.eval()
+    loss = loss_fn(model(source), targets).item()
+    assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_device_cpu_tries_several_processes_on_one_gpu(changed, name):
+    """What they exchange is on the device: NCCL takes nothing else."""
+    _, done, _, _ = changed(name)
+    assert "2 x cpu, batch 32 each: effective batch " in done.stdout

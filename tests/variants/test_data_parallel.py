@@ -1,0 +1,130 @@
+"""data_parallel.py: what can be seen of DataParallel where there is no GPU."""
+
+import inspect
+import json
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import parallel_apply
+
+from tools.run.launch import launch, plant, run_script, train
+from tools.run.results import load, losses, same_bits
+from tools.scripts import ROOT
+from variants.data_parallel import describe_split
+
+NAME = "variants/data_parallel.py"
+PASSES = "DataParallel passes each batch through: it uses 0 CUDA GPUs"
+
+
+def noted(folder):
+    """What tests/hooks/data_parallel.py has noted."""
+    return json.loads((folder / "noted.json").read_text())
+
+
+# The script
+
+
+def test_every_batch_goes_through_the_wrapper(tmp_path):
+    """Also those of the evaluation. Without a GPU, the model gets them as they are."""
+    script = plant(NAME, tmp_path / "copy", hooks=["data_parallel"])
+    done = train(script, 1, 1, "--batch-size", 60, cwd=tmp_path)
+    assert done.stdout.splitlines()[2] == PASSES
+    seen = noted(tmp_path)
+    assert seen["wrapper"] == "DataParallel"
+    assert seen["train"] == [60] * 34
+    assert seen["eval"] == [60] * 8 + [32]
+    assert seen["calls"] == [["cpu", x] for x in seen["train"] + seen["eval"]]
+
+
+def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
+    """DataParallel would take them, and refuse a model that is on the CPU."""
+    hooks = ["accelerators:one", "data_parallel"]
+    script = plant(NAME, tmp_path / "copy", hooks=hooks)
+    done = train(script, 1, 1, "--device", "cpu", cwd=tmp_path)
+    assert done.stdout.splitlines()[2] == PASSES
+    assert noted(tmp_path)["wrapper"] == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "line"),
+    [
+        (1, 32, "passes each batch through: it uses 1 CUDA GPUs"),
+        (3, 32, "splits each batch over 3 of 3 CUDA GPUs: 11 + 11 + 10 samples"),
+        (4, 5, "splits each batch over 3 of 4 CUDA GPUs: 2 + 2 + 1 samples"),
+    ],
+)
+def test_the_line_for_gpus(count, batch, line):
+    """It only needs to know how many there are."""
+    wrapper = types.SimpleNamespace(device_ids=list(range(count)))
+    assert describe_split(wrapper, batch) == f"DataParallel {line}"
+
+
+# Snapshots
+
+
+@pytest.mark.waits
+def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(runs, tmp_path):
+    """Then the run resumes bit for bit. The line that strips them is the page's."""
+    wrap = "self.dp_model = torch.nn.DataParallel(self.model)"
+    older = plant(NAME, tmp_path / "copy", (wrap, f"self.model = {wrap}"))
+    train(older, 2, 2, "--batch-size", 64, cwd=tmp_path)
+    done = launch(ROOT / NAME, 5, 2, cwd=tmp_path, real="")
+    assert done.returncode == 2
+    assert "snapshot.pt belongs to another model: choose" in done.stderr
+    snapshot = load(tmp_path / "snapshot.pt")
+    consume_prefix_in_state_dict_if_present(snapshot["MODEL_STATE"], "module.")
+    torch.save(snapshot, tmp_path / "snapshot.pt")
+    done = train(ROOT / NAME, 5, 2, "--batch-size", 64, cwd=tmp_path)
+    assert len(losses(done)) == 3
+    assert same_bits(*(load(x / "snapshot.pt") for x in (tmp_path, runs(NAME)[0])))
+
+
+# The loss, outside of the model and inside
+
+
+@pytest.mark.parametrize(("batch", "gpus"), [(10, 4), (32, 4)])
+def test_a_loss_inside_is_another_one_if_the_pieces_differ(tmp_path, batch, gpus):
+    """With equal pieces it is the same: this is why nobody notices."""
+    script = ROOT / "docs/data_parallel/loss_inside.py"
+    lines = run_script(script, batch, gpus, cwd=tmp_path).stdout.splitlines()
+    *rows, apart = (x.replace("by", ":").rpartition(":")[2].split() for x in lines)
+    sizes, each, (outside,), (inside,) = ([float(x) for x in row] for row in rows)
+    weighted = sum(x * y for x, y in zip(sizes, each, strict=True)) / batch
+    assert outside == pytest.approx(weighted, abs=2e-6)
+    assert inside == pytest.approx(sum(each) / len(each), abs=2e-6)
+    even = sizes[0] == sizes[-1]
+    assert (abs(inside - outside) < 2e-6, apart == ["0.0%"]) == (even, even)
+
+
+def test_a_loss_per_sample_may_be_inside():
+    """Its mean is that of the batch, because each sample counts once."""
+    output, targets = torch.randn(2, 10, 1)
+    pieces = zip(output.chunk(4), targets.chunk(4), strict=True)
+    each = [F.mse_loss(x, y, reduction="none") for x, y in pieces]
+    torch.testing.assert_close(torch.cat(each).mean(), F.mse_loss(output, targets))
+
+
+# What was not run
+
+
+def test_a_thread_does_not_know_the_precision():
+    """torch's own `_worker` switches autocast on without a dtype; here with the CPU's.
+
+    Its default is bfloat16. That of CUDA is float16.
+    """
+    source, dtypes = torch.ones(1, 2), [torch.get_autocast_dtype("cuda")]
+
+    def worker():
+        with torch.autocast("cpu", enabled=True):
+            dtypes.append(torch.nn.Linear(2, 2)(source).dtype)
+
+    with torch.autocast("cpu", torch.float16):
+        thread = threading.Thread(target=worker)
+        thread.start()
+        thread.join()
+    assert dtypes == [torch.float16, torch.bfloat16]
+    assert ", enabled=autocast_enabled)" in inspect.getsource(parallel_apply)

@@ -1,0 +1,124 @@
+"""variants/diloco.py: the outer steps, computed once more in one process."""
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DistributedSampler
+
+from tools.run.launch import launch, objects_of, plant, run_script, train
+from tools.run.results import load, losses, same_bits
+from tools.scripts import ROOT
+
+NAME = "variants/diloco.py"
+OPTIONS = ("--local-steps", 5, "--outer-lr", 0.7, "--outer-momentum", 0.9)
+BATCH = 32
+SEED = ("torch.manual_seed(0)", "torch.manual_seed(utils.torchrun_env()[0])")
+LINEAR, MOMENTUM = "model = torch.nn.Linear(20, 1)", "momentum=0.9)"
+DEEP = "nn = torch.nn; model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 1))"
+
+
+def batches(data, epoch, ranks):
+    """For each rank, the samples of each of its steps."""
+    for rank in range(ranks):
+        sampler = DistributedSampler(data, ranks, rank, drop_last=True)
+        sampler.set_epoch(epoch)
+        yield torch.tensor(list(sampler)).split(BATCH)
+
+
+def trained(ranks_by_epoch):
+    """The weights after these epochs. The outer optimizer is torch.optim's."""
+    train_set, _, model, loss_fn, _ = objects_of(NAME)
+    source, targets = (torch.stack(x) for x in zip(*train_set, strict=True))
+    start = parameters_to_vector(model.parameters()).detach()
+    outer = torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
+    momentum = torch.zeros_like(start)
+    for epoch, ranks in enumerate(ranks_by_epoch):
+        weights, moments = [start.clone()] * ranks, [momentum] * ranks
+        steps = list(zip(*batches(train_set, epoch, ranks), strict=True))
+        for step, samples in enumerate(steps, start=1):
+            for rank, its in enumerate(samples):
+                weight = weights[rank].requires_grad_()
+                output = source[its] @ weight[:-1, None] + weight[-1]
+                (grad,) = torch.autograd.grad(loss_fn(output, targets[its]), weight)
+                moments[rank] = 0.9 * moments[rank] + grad
+                weights[rank] = (weight - 0.001 * moments[rank]).detach()
+            if step % 5 == 0 or step == len(steps):
+                start.grad = start - torch.stack(weights).mean(0)
+                outer.step()
+                weights = [start.clone() for _ in weights]
+        momentum = torch.stack(moments).mean(0)
+    return start
+
+
+def test_a_machine_leaves_and_comes_back(tmp_path):
+    """Nothing is lost, and all begin with rank 0's weights."""
+    script = plant(NAME, tmp_path / "copy", SEED)
+    for epochs, ranks in (2, 2), (3, 1), (5, 2):
+        done = train(script, epochs, 1, *OPTIONS, cwd=tmp_path, nprocs=ranks)
+    assert "3 of 5 epochs are finished" in done.stdout
+    snapshot = load(tmp_path / "snapshot.pt")["MODEL_STATE"]
+    expected = trained([2, 2, 1, 2, 2])
+    assert parameters_to_vector(snapshot.values()) == pytest.approx(expected, rel=1e-4)
+    for other in [2] * 5, [2, 2, 1, 2]:  # what it must not be
+        assert trained(other) != pytest.approx(expected, rel=1e-4)
+
+
+def test_it_goes_on_with_its_parents_snapshot(runs, tmp_path):
+    train(ROOT / "multinode.py", 1, 1, cwd=tmp_path)
+    done = train(ROOT / NAME, 2, 1, cwd=tmp_path)
+    assert losses(done)[-1] == pytest.approx(losses(runs("multinode.py")[1])[1])
+
+
+def test_any_layout_of_a_weight_and_any_state_of_an_optimizer(tmp_path):
+    """The ranks begin with different weights here, too."""
+    found = []
+    for layout in "", ".T.contiguous().T":
+        deep = f"{DEEP}; model[0].weight.data = model[0].weight.data{layout}"
+        count = f"{MOMENTUM}; optimizer.state[model[0].weight]['calls'] = 1"
+        folder = tmp_path / f"layout{layout}"
+        script = plant(NAME, folder / "copy", SEED, (LINEAR, deep), (MOMENTUM, count))
+        train(script, 2, 2, *OPTIONS, cwd=folder)
+        snapshot = load(folder / "snapshot.pt")
+        assert snapshot["OPTIMIZER_STATE"]["state"][0]["calls"] == 1
+        found.append(torch.cat([x.flatten() for x in snapshot["MODEL_STATE"].values()]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_layer_that_rank_0_does_not_use(tmp_path):
+    """Its state would be missing there, and gloo would average it with another's."""
+    used = "output = self.model(source)\n        loss"
+    unused = used.replace("model(", "model[dist.get_rank() == 0 :](")
+    script = plant(NAME, tmp_path / "copy", (LINEAR, DEEP), (used, unused))
+    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    assert done.returncode == 1
+    assert "RuntimeError: a parameter has no gradient: do all ranks use" in done.stderr
+
+
+def test_a_layer_that_is_unfrozen_resumes_with_the_same_bits(tmp_path):
+    frozen = f"{DEEP}; model[0].requires_grad_(False)"
+    thaw = "self.model.train(); self.model[0].requires_grad_(epoch > 0)"
+    changes = (LINEAR, frozen), ("self.model.train()", thaw)
+    script = plant(NAME, tmp_path / "copy", *changes)
+    found = []
+    for parts in (3,), (2, 3):
+        folder = tmp_path / str(len(parts))
+        folder.mkdir()
+        for epochs in parts:
+            train(script, epochs, 1, *OPTIONS, cwd=folder)
+        found.append(load(folder / "snapshot.pt"))
+    assert same_bits(*found)
+
+
+def test_help(tmp_path):
+    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
+    assert "that a rank makes by itself before all average (default: 1)" in words
+    assert "of the mean movement that all ranks make (default: 1)" in words
+    assert "of the movements before that is added (default: 0)" in words
+
+
+@pytest.mark.parametrize("option", ["--outer-lr", "--outer-momentum"])
+def test_a_share_is_a_share(tmp_path, option):
+    for bad in "1.1", "-0.1", "nan":
+        done = launch(ROOT / NAME, 1, 1, option, bad, cwd=tmp_path, real="")
+        line = f"error: argument {option}: {bad} is not between 0 and 1"
+        assert line in done.stderr and done.stdout == ""

@@ -1,0 +1,245 @@
+"""multinode_spawn.py: machines that find each other without a launcher.
+
+Most machines here are processes of one host. Those of the last test have a name, an
+address and a disk of their own.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import socket
+import sys
+
+import pytest
+import torch
+
+import utils
+from tests.conftest import needs_hosts
+from tools.run.hosts import Hosts
+from tools.run.launch import command, environment, plant, train
+from tools.run.processes import TimedOut, wait_until
+from tools.run.results import load, weights
+from tools.run.warm import Fork
+from tools.scripts import ROOT
+from variants import multinode_spawn
+
+NAME = "variants/multinode_spawn.py"
+ERROR = "multinode_spawn.py: error: "
+
+
+@pytest.fixture
+def port():
+    """A port that is free, and that no process is given when it asks for any."""
+    while True:
+        number = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("", number)):
+            return number
+
+
+def machine(nr, port, folder, *options, nodes=2, gpus=1, script=ROOT / NAME):
+    """Start what one types on machine `nr`, in `folder`: a Fork."""
+    folder.mkdir(exist_ok=True)
+    options = ("--nr", nr, "--master_port", port, "--wait", 20, *options)
+    words = command(script, 5, 2, "--nodes", nodes, *options, nprocs=gpus)
+    return Fork(words, folder, **environment(script, {}))
+
+
+def ended(machines, status=0):
+    """What they print, [(stdout, stderr)], once all have ended with this status."""
+    try:
+        done = [x.finish(timeout_s=30) for x in machines]
+    except TimedOut as reason:
+        pytest.fail(str(reason))
+    assert [x.returncode for x in done] == [status] * len(done), done
+    return [x[1:] for x in done]
+
+
+def faults(machines):
+    """The one line with which each of them refuses to start."""
+    lines = [stderr for _, stderr in ended(machines, status=2)]
+    assert all(x.startswith(ERROR) and x.count("\n") == 1 for x in lines), lines
+    return [x.removeprefix(ERROR).strip() for x in lines]
+
+
+def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
+    """Two processes each, no disk shared: they resume what machine 0 alone has."""
+    homes = [tmp_path / "0", tmp_path / "1"]
+    homes[0].mkdir()
+    train(ROOT / "single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
+    script = plant(NAME, tmp_path / "copy", hooks=["notes:device"])
+    how = {"gpus": 2, "script": script}
+    both = [machine(1, port, homes[1], "--batch-size", 16, **how)]
+    wait_until(lambda: b"waits for" in os.pread(both[0].out.fileno(), 1000, 0))
+    both.append(machine(0, port, homes[0], "--batch-size", 16, **how))
+    (second, _), (first, _) = ended(both)
+    assert "4 x cpu, batch 16 each: effective batch 64" in first
+    assert "epochs saved, by rank: [2, 2, -1, -1]. All take rank 0's" in first
+    assert second.count("\n") == 1, "it says that it waits, and nothing more"
+    alone, _ = runs("single_gpu.py")
+    mine, theirs = (weights(x / "snapshot.pt") for x in (homes[0], alone))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert not (homes[1] / "snapshot.pt").exists(), "rank 0 alone saves"
+    # The rank counts through all machines, the number of the device begins anew.
+    paths = [homes[rank // 2] / f"device.{rank}.json" for rank in range(4)]
+    noted = [json.loads(path.read_text()) for path in paths]
+    assert [x["local_rank"] for x in noted] == [0, 1, 0, 1]
+    assert [x["nprocs"] for x in noted] == [2] * 4, "a machine's cores are shared"
+
+
+@pytest.mark.waits
+def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
+    """`--epochs N` is short for `N 1`; one machine needs no port that is agreed on."""
+    words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
+    both = [[*words.split(), "--snapshot-path", f"{x}.pt"] for x in "ab"]
+    for stdout, stderr in ended([Fork(x, tmp_path, PYTHONPATH=ROOT) for x in both]):
+        assert stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
+        assert "epochs saved, by rank" not in stdout and not stderr
+        assert stdout.count(" saved to ") == 5
+
+
+NR = "--nr is 0 on the first machine, and so on"
+ZERO = "'0' is not a whole number above 0"
+LINES = {  # with which it refuses them
+    "5 1 --nodes 2": f"--nodes 2: {NR}",
+    "5 1 --nodes 2 --nr 2": f"--nodes 2: {NR}",
+    "5 1 --nr one": "argument --nr/-nr: invalid int value: 'one'",
+    "5 1 --nodes 0": f"argument --nodes/-n: {ZERO}",
+    "5 1 --gpus 0": f"argument --gpus/--nprocs/-g: {ZERO}",
+    "5 1 --wait 0": f"argument --wait: {ZERO}",
+    "5 1 --master-port 0": f"argument --master-port/--master_port: {ZERO}",
+    "--epochs": "the following arguments are required: total_epochs, save_every",
+}
+HELP = (
+    "machine 0: python -m variants.multinode_spawn 50 10 --nodes 2 --nr 0",
+    "--epochs N the same as N 1: N epochs, and all are saved",
+    "machines, default 1",
+    "-nr NR the number of this machine: 0, 1 and so on",
+    "GPUS processes on each",
+    "--master-addr MASTER_ADDR, --master_addr",
+    "name or address of machine 0 (default: localhost)",
+    "MASTER_PORT where machine 0 waits (default: 29500)",
+    "--wait WAIT seconds to wait for the other machines (default: 300)",
+)
+
+
+@pytest.mark.parametrize("words", [*LINES, "--help"])
+def test_bad_argument_and_help(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["multinode_spawn.py", *words.split()])
+    with pytest.raises(SystemExit):
+        multinode_spawn.parse_args(utils.make_parser(multinode_spawn.__doc__))
+    shown = capsys.readouterr()
+    if words == "--help":
+        assert not [x for x in HELP if x not in " ".join(shown.out.split())]
+    else:
+        assert shown.err == f"{ERROR}{LINES[words]}\n"
+
+
+@pytest.mark.waits
+def test_a_machine_that_does_not_come_is_named(tmp_path, port):
+    """On all machines, with the place where they wait. Waiting takes no CPU time."""
+
+    def cpu_s():
+        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user, system
+
+    began = cpu_s()
+    (line,) = faults([machine(1, port, tmp_path, "--wait", 6)])
+    assert "Connection refused" in line
+    assert cpu_s() - began < 0.5
+    began = cpu_s()
+    # Machine 2 looks a second late: machine 0 keeps its store until then.
+    late = "time.sleep(0.2 + (args.nr == 2) * max(0, deadline - time.time() + 0.8))"
+    late = "time.sleep(0.2)\n    if fault", f"{late}\n    if fault"
+    how = {"nodes": 4, "script": plant(NAME, tmp_path / "copy", late)}
+    there = [machine(nr, port, tmp_path, "--wait", 6, **how) for nr in (2, 0)]
+    line = f"after 6 s, not at localhost:{port}: machine 1, machine 3"
+    assert faults(there) == [line] * 2
+    assert cpu_s() - began < 1
+
+
+@pytest.mark.waits
+def test_machines_whose_commands_do_not_fit(tmp_path, port):
+    """Also another number of machines: neither waits for one that never comes."""
+    pair = [machine(0, port, tmp_path), machine(1, port, tmp_path, nodes=3)]
+    assert faults(pair) == ["nodes is 2 on machine 0 and 3 on machine 1"] * 2
+    lines = faults([machine(nr, port, tmp_path, nodes=3) for nr in (0, 1, 1)])
+    line = "two machines have --nr 1: each needs a number of its own"
+    assert lines == [line] * 3
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("changed", ["script", "utils.py"])
+def test_machines_with_different_files(changed, tmp_path, port):
+    """Somebody has changed the learning rate, or utils.py, on one machine."""
+    script = plant(NAME, tmp_path / "copy", ("lr=0.001", "lr=0.01"))
+    if changed == "utils.py":
+        shutil.copy(ROOT / NAME, script)
+        (tmp_path / "copy" / "utils.py").open("a").write("# with a change\n")
+    pair = [machine(0, port, tmp_path), machine(1, port, tmp_path, script=script)]
+    one, other = faults(pair)
+    assert one == other and one.startswith(f"the checksum of {changed} is ")
+
+
+@pytest.mark.waits
+def test_what_machines_may_have_of_their_own(tmp_path, port):
+    """How they name machine 0's store, where they save, how long they wait.
+
+    And how they say which device it is.
+    """
+    script = plant(NAME, tmp_path / "copy", hooks=["notes:store"])
+    own = ["--snapshot-path", "own.pt", "--master_addr", "127.0.0.2", "--wait", 19]
+    own += ["--device", "cpu"]  # what `auto` means on the other
+    how = {"script": script}
+    ended([machine(0, port, tmp_path, **how), machine(1, port, tmp_path, *own, **how)])
+    hosts = [json.loads((tmp_path / f"store.{x}.json").read_text()) for x in (0, 1)]
+    assert hosts == ["localhost", "127.0.0.2"], "each connects to where it is told"
+    assert [x.name for x in tmp_path.glob("*.pt")] == ["snapshot.pt"]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("nr", [0, 1])
+def test_an_address_that_cannot_be_used(nr, tmp_path):
+    """The port of machine 0 is taken; machine 1 is not answered, as by a firewall."""
+    with (
+        socket.create_server(("", 0), backlog=0) as server,
+        contextlib.ExitStack() as s,
+    ):
+        place = "localhost", server.getsockname()[1]
+        for _ in range(4):  # until the kernel lets nobody else wait
+            client = s.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(place)
+        (line,) = faults([machine(nr, place[1], tmp_path, "--wait", 2)])
+    reason = "timed out" if nr else "[Errno 98] Address already in use"
+    assert line.startswith(
+        f"localhost:{place[1]} should be machine 0's address: {reason}"
+    )
+
+
+@pytest.mark.waits
+@needs_hosts
+def test_a_host_dies_and_the_same_commands_resume(tmp_path):
+    """No disk is shared. All end when one dies; nothing but its last epochs is lost."""
+    slow = plant(NAME, tmp_path / "copy", hooks=["timing:slow_steps"])
+    env = {"OMP_NUM_THREADS": 1, "PYTHONWARNINGS": "ignore", "STEP_S": 0.01}
+
+    def on_host(host, nr, total, script):
+        options = ("--nodes", 2, "--nr", nr, "--master-addr", "node0", "--wait", 20)
+        _, *words = command(script, total, 2, *options, nprocs=1)
+        return host.start([sys.executable, *words], **environment(script, env))
+
+    with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
+        first, _ = (on_host(x, nr, 10**6, slow) for nr, x in enumerate(hosts))
+        first.wait_for("epoch 3/")
+        hosts[1].kill()
+        assert first.wait() == 1
+        assert "Connection" in first.output  # closed or reset by peer
+        saved = load(hosts[0].folder / "snapshot.pt")["EPOCHS_RUN"]
+        hosts[1].boot()
+        jobs = [on_host(x, nr, saved + 1, ROOT / NAME) for nr, x in enumerate(hosts)]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        line = f"epochs saved, by rank: [{saved}, -1]. All take rank 0's"
+        assert line in jobs[0].output
+        assert f"epoch {saved + 1}/{saved + 1}" in jobs[0].output

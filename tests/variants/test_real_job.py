@@ -1,0 +1,254 @@
+"""real_job.py: a schedule that resumes, clipping, accuracy, random workers, a log."""
+
+import csv
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tools.run.launch import (
+    as_typed,
+    command,
+    environment,
+    launch,
+    objects_of,
+    plant,
+    train,
+)
+from tools.run.processes import clean_env, left_over
+from tools.run.results import load, same_bits
+from variants import real_job
+
+NAME = "variants/real_job.py"
+STEPS = 22  # of an epoch with an effective batch of 64
+
+
+def rows(folder, name="snapshot.pt.csv"):
+    """The lines of the log, as dicts of floats."""
+    with open(folder / name, newline="") as file:
+        return [{x: float(row[x]) for x in row} for row in csv.DictReader(file)]
+
+
+def noted(folder):
+    """What tests/hooks/real_job.py has noted, for each of two ranks."""
+    return [json.loads((folder / f"noted.{rank}.json").read_text()) for rank in "01"]
+
+
+def expected_rates(total_steps):
+    """The learning rate of each step as the chapter describes it."""
+    rates = []
+    for step in range(total_steps):
+        cosine = (1 + math.cos(math.pi * step / total_steps)) / 2
+        rates.append(0.01 * cosine * min((step + 1) / (total_steps / 10), 1))
+    return rates
+
+
+def test_learns(typed):
+    """The docstring's own command reads at least 93 % of the held-out digits."""
+    folder, done, _ = typed(NAME)
+    log = rows(folder)
+    assert [row["epoch"] for row in log] == list(range(1, 21))
+    assert log[-1]["accuracy"] >= 0.93
+    printed = re.findall(r"samples/s \| accuracy (\S+)", done.stdout)
+    assert printed == [f"{row['accuracy']:.6f}" for row in log]
+    assert log[-1]["held-out loss"] < log[0]["held-out loss"] / 3
+    assert "lr_scheduler" not in done.stderr, "it warns if steps come in a wrong order"
+
+
+# Two epochs on two ranks
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("noted")
+    train(plant(NAME, folder / "copy", hooks=["real_job"]), 2, 2, cwd=folder)
+    return folder
+
+
+def test_the_learning_rate_of_each_step(two_epochs):
+    """It rises for a tenth of the steps and follows a cosine, the same on each rank."""
+    expected = pytest.approx(expected_rates(2 * STEPS))
+    assert [x["rates"] for x in noted(two_epochs)] == [expected] * 2
+
+
+def test_accuracy_counts_each_sample_once(two_epochs):
+    """Of 17 samples, a third with wrong labels, that two ranks cannot share equally."""
+    _, eval_set, model, *_ = objects_of(NAME)
+    model.load_state_dict(load(two_epochs / "snapshot.pt")["MODEL_STATE"])
+    source, targets = map(torch.stack, zip(*eval_set[:17], strict=True))
+    targets[::3] = (targets[::3] + 1) % 10
+    right = int((model(source).argmax(1) == targets).sum())
+    assert rows(two_epochs, "snapshot.pt.csv.0")[-1]["accuracy"] == right / 17
+    assert 0 < right < 17, "or a mean of means could be as good"
+
+
+def test_each_epoch_has_noise_of_its_own(two_epochs):
+    """No two images that the ranks train on are equal, in two epochs."""
+    images = [x for rank in noted(two_epochs) for x in rank["images"]]
+    assert len({*images}) == len(images) == 2 * STEPS * 64
+
+
+def test_two_workers_of_each_rank_live_on(two_epochs):
+    """And two more load what is held out, from the first evaluation on."""
+    for first, second in [x["workers"] for x in noted(two_epochs)]:
+        assert len(first) == 2
+        assert len(second) == 4 and {*first} < {*second}
+        assert {*second.values()} == {"forkserver"}, "forked, they may hang"
+    for rank in noted(two_epochs):
+        assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
+        assert rank["preload"] == ["torch"], "or each worker imports it"
+
+
+def test_loaders_leave_the_random_numbers_of_dropout_alone(two_epochs):
+    """A new loader draws a seed for its workers, and one that lives on does not."""
+    assert [x["untouched"] for x in noted(two_epochs)] == [[True] * 2 * STEPS] * 2
+
+
+@pytest.mark.waits
+def test_a_killed_rank_leaves_no_worker(tmp_path):
+    """Nor the fork server that the workers come from."""
+    script = plant(NAME, tmp_path / "copy", hooks=["faults:in_step_80"])
+    env = environment(script, {"IN_STEP_80": "kill", "MARK": tmp_path})
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    words = as_typed(command(script, 5, 2))  # a worker that lives on keeps a pipe open
+    done = subprocess.run(words, cwd=tmp_path, env=clean_env(**env), **nowhere)
+    assert done.returncode == 1
+    assert not left_over(tmp_path)
+
+
+def test_one_rank_writes_the_log(two_epochs):
+    """The other, which would write a file of its own here, does not."""
+    assert [x.name for x in two_epochs.glob("*.csv*")] == ["snapshot.pt.csv.0"]
+    first, second = rows(two_epochs, "snapshot.pt.csv.0")
+    assert list(first)[2:] == ["train loss", "held-out loss", "accuracy"]
+    rates = [first["learning rate"], second["learning rate"]]
+    assert rates == pytest.approx([expected_rates(2 * STEPS)[STEPS], 0])
+
+
+def test_a_huge_gradient_is_clipped(tmp_path):
+    """To a norm of 1, on each rank."""
+    script = plant(NAME, tmp_path / "copy", hooks=["real_job"])
+    train(script, 1, 1, cwd=tmp_path, LOSS_TIMES=1e6)
+    first, second = noted(tmp_path)
+    assert first["norms"] == pytest.approx([1] * STEPS, rel=1e-4)
+    assert first["norms"] == second["norms"]
+
+
+# Interrupted, and resumed
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """A folder with a run that failed in its fourth epoch of five."""
+    folder = tmp_path_factory.mktemp("failed")
+    script = plant(NAME, tmp_path_factory.mktemp("copy"), hooks=["faults:in_step_80"])
+    done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="raise")
+    assert done.returncode == 1
+    assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
+    assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
+    return folder
+
+
+def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
+    """The learning rates, the random numbers of the workers, the lines of the log."""
+    folder = shutil.copytree(failed, tmp_path / "resumed")
+    undisturbed, _ = runs(NAME)
+    done = train(plant(NAME, tmp_path / "copy"), 5, 2, cwd=folder)
+    assert len(re.findall("(?m)^lr is .* by schedule, ", done.stdout)) == 1
+    files = [x / "snapshot.pt.csv" for x in (folder, undisturbed)]
+    assert files[0].read_text() == files[1].read_text()
+    snapshots = [load(x / "snapshot.pt") for x in (folder, undisturbed)]
+    assert same_bits(*snapshots)
+
+
+@pytest.mark.waits
+def test_resumed_with_another_batch_the_schedule_keeps_its_place(failed, tmp_path):
+    """An epoch has twice as many steps then. Another script's snapshot has no log."""
+    folder = shutil.copytree(failed, tmp_path / "resumed")
+    snapshot = load(folder / "snapshot.pt")
+    del snapshot["LOG"]
+    torch.save(snapshot, folder / "snapshot.pt")
+    script = plant(NAME, tmp_path / "copy", hooks=["real_job"])
+    train(script, 5, 2, "--batch-size", 16, cwd=folder)
+    steps = 1437 // 32
+    expected = pytest.approx(expected_rates(5 * steps)[2 * steps :])
+    assert [x["rates"] for x in noted(folder)] == [expected] * 2
+    assert [x["epoch"] for x in rows(folder, "snapshot.pt.csv.0")] == [3, 4, 5]
+
+
+# The data, and its random numbers
+
+
+@pytest.mark.parametrize(("which", "right"), [("real", 0.88), ("made up", 1)])
+def test_the_digits_are_what_they_say(monkeypatch, which, right):
+    """1437 and 360 samples of 10 classes, the same each time; noise for training."""
+    if which == "made up":
+        monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
+    else:
+        pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
+    train_set, held_out = real_job.load_digits()
+    assert (len(train_set), len(held_out)) == (1437, 360)
+    source, targets = map(torch.stack, zip(*held_out, strict=True))
+    clean, labels = map(torch.stack, zip(*train_set.data, strict=True))
+    assert (source.dtype, targets.dtype) == (torch.float32, torch.int64)
+    assert sorted({*targets.tolist()}) == list(range(10))
+    assert len({tuple(x.tolist()) for x in [*clean, *source]}) > 1790, "none in both"
+    assert torch.equal(real_job.load_digits()[1][0][0], source[0]), "each time"
+    noise = torch.stack([x for x, _ in train_set]) - clean
+    assert noise.std().item() == pytest.approx(0.1, rel=0.01)
+    # What can be reached: the mean image of each class that is nearest.
+    means = torch.stack([clean[labels == digit].mean(0) for digit in range(10)])
+    assert (torch.cdist(source, means).argmin(1) == targets).double().mean() >= right
+
+
+class Drawing(Dataset):  # each sample: its index, a random number, its process
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, torch.rand(1).item(), os.getpid()
+
+
+def epochs(ranks=1, **workers):
+    """[{sample: number}] of two epochs, and the processes that drew them."""
+    drawn, pids = [{}, {}], [set(), set()]
+    for rank in range(ranks):
+        data = real_job.SeededDataset(Drawing())
+        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
+        loader = DataLoader(data, batch_size=2, sampler=sampler, **workers)
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            data.set_epoch(epoch)
+            for batch in loader:
+                for index, number, pid in zip(*batch, strict=True):
+                    drawn[epoch][int(index)] = float(number)
+                    pids[epoch].add(int(pid))
+    return drawn, pids
+
+
+def test_random_numbers_follow_from_epoch_and_sample():
+    """In this process, in two workers that live on, and on two ranks."""
+    drawn, _ = epochs()
+    assert len({*drawn[0].values(), *drawn[1].values()}) == 24, "all differ"
+    by_two, pids = epochs(num_workers=2, persistent_workers=True)
+    assert pids[0] == pids[1] and len(pids[0]) == 2, "the same two processes"
+    assert by_two == drawn
+    assert epochs(ranks=2, num_workers=1, persistent_workers=True)[0] == drawn
+
+
+def test_drawing_for_a_sample_leaves_other_random_numbers_alone(monkeypatch):
+    """Without workers, dropout draws in the same process. GPUs are not asked."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    torch.manual_seed(3)
+    undisturbed = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    first = torch.rand(1).item()
+    _ = real_job.SeededDataset(Drawing())[5]
+    assert [first, torch.rand(1).item()] == undisturbed

@@ -1,0 +1,369 @@
+"""train_loop.py: every mode trains the model of the scripts, and hands it back."""
+
+import json
+import os
+import socket
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+import utils
+from tests.conftest import once
+from tools.run import processes, slurm_cluster
+from tools.run.results import load, losses, same_bits, weights
+from tools.run.warm import Fork
+from tools.scripts import ROOT
+from variants.train_loop import Callback, TrainLoop, find_launcher
+
+PYTHON = ["python", "-m", "variants.train_loop"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
+SCRIPT = ROOT / "tests" / "train_loops.py"
+
+
+def run(words, cwd, **env):
+    """Run it in a fork to its end, and insist that it ends well: Done."""
+    done = Fork(words, cwd, PYTHONPATH=ROOT, **env).finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def case(folder, *words, **env):
+    """Run a case of tests/helpers/train_loops.py: Done.
+
+    With one thread, because it forks, and a pool of threads does not survive that.
+    """
+    return run(["python", SCRIPT, *words], folder, OMP_NUM_THREADS=1, **env)
+
+
+def noted(folder, name, ranks=2):
+    files = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+# The modes
+
+
+@pytest.fixture(scope="module")
+def modes(tmp_path_factory):
+    """`modes(mode, words)`: (folder, Done) of 5 epochs at an effective batch of 64."""
+
+    @once
+    def train(mode, under_torchrun=False):
+        folder = tmp_path_factory.mktemp("mode")
+        size = 32 if "ddp" in mode else 64
+        words = TORCHRUN if under_torchrun else PYTHON
+        words = [*words, 5, 2, "--gpu-mode", mode, "--batch-size", size]
+        return folder, run(words, folder)
+
+    return train
+
+
+MODES = [("single", False), ("ddp", False), ("ddp", True)]
+WAIT = [("dp", False), ("ddp2", False), ("ddp2", True)]
+MODES += [pytest.param(*x, marks=pytest.mark.waits) for x in WAIT]
+
+
+@pytest.mark.parametrize(("mode", "under_torchrun"), MODES)
+def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode, under_torchrun):
+    folder, done = modes(mode, under_torchrun)
+    other, other_done = runs("multigpu.py")
+    both = losses(done), losses(other_done)
+    torch.testing.assert_close(*both, rtol=1e-6, atol=2e-6)
+    both = [weights(x / "snapshot.pt") for x in (folder, other)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+    assert 0.01 < float(done.stdout.rpartition("test loss ")[2]) < 0.1
+
+
+def test_the_trained_model_comes_back(tmp_path):
+    """Its own object, tied to its optimizer, and the rest of what `fit` has found."""
+    case(tmp_path, "comes_back", "ddp")
+
+
+AS_VARIANT = {
+    "gradient_accumulation": ("as_variant", "accumulate", "4"),
+    "mixed_precision": ("as_variant", "precision", '"bf16"'),
+    "ddp2": ("node", "ddp2", 1, 0, 2, 32, 5),
+}
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("name", AS_VARIANT)
+def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
+    """5 epochs of its own task, with the same options."""
+    folder, _ = runs(f"variants/{name}.py")
+    case(tmp_path, *AS_VARIANT[name])
+    both = [weights(tmp_path / "node0.pt"), weights(folder / "snapshot.pt")]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+
+
+# Launchers
+
+
+def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
+    """In a batch script, SLURM_NTASKS is set as well, but nobody has started tasks."""
+    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    monkeypatch.setattr(os, "environ", env)
+    assert not find_launcher()
+    env["SLURM_STEP_NUM_TASKS"] = "1"  # srun --pty bash
+    assert not find_launcher()
+    env |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+    env |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0"}
+    env |= {"SLURM_JOB_ID": "12345", "MASTER_ADDR": "node1"}
+    assert find_launcher()
+    assert utils.torchrun_env() == [3, 1, 4]
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert os.environ["MASTER_PORT"] == "22345"
+
+
+NO_SLURM = slurm_cluster.why_not()
+
+
+@pytest.mark.waits
+@pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
+def test_a_real_srun_starts_the_ranks(tmp_path):
+    """Two on each of two nodes, which are hosts of their own."""
+    words = [sys.executable, *PYTHON[1:], 2, 2, "--gpu-mode", "ddp2"]
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *words, "--batch-size", 16]
+    slurm = [sys.executable, "-m", "tools.run.slurm_cluster", 2, "--"]
+    done = processes.run([*slurm, *srun], tmp_path, PYTHONPATH=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
+    run([*PYTHON, 2, 2, "--batch-size", 64, "--snapshot-path", "one.pt"], tmp_path)
+    both = [weights(tmp_path / x) for x in ("snapshot.pt", "one.pt")]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+
+
+def nodes(folder, gpu_mode, num_nodes, num_gpus, batch_size, epochs=3):
+    """The weights after a training on `num_nodes` machines, all of them this one."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+    words = ["python", SCRIPT, "node", gpu_mode, num_nodes]
+    machines = [
+        Fork([*words, rank, num_gpus, batch_size, epochs], folder, **env)
+        for rank in range(num_nodes)
+    ]
+    done = [machine.finish() for machine in machines]
+    assert [x.returncode for x in done] == [0] * num_nodes, done[0].stderr
+    models = [load(folder / f"model{rank}.pt") for rank in range(num_nodes)]
+    assert all(same_bits(models[0], model) for model in models), "each gets it back"
+    return models[0], losses(done[0]), done[0].stdout
+
+
+@pytest.mark.waits
+def test_two_machines_without_a_launcher(tmp_path):
+    """The loss of ddp2 is over a machine: 2 with 2 processes are 2 with 1; ddp is not.
+
+    Each machine has a file of its own. The newest reaches both.
+    """
+    one, _, _ = nodes(tmp_path / "one", "ddp2", 2, 1, 64)
+    nodes(tmp_path / "two", "ddp2", 2, 2, 32, epochs=1)
+    assert not (tmp_path / "two" / "node1.pt").exists(), "rank 0 writes"
+    two, _, shown = nodes(tmp_path / "two", "ddp2", 2, 2, 32)
+    assert "epochs saved, by rank: [1, 1, -1, -1]. All take 0's" in shown
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    ddp, *_ = nodes(tmp_path / "ddp", "ddp", 2, 2, 32)
+    assert not torch.isclose(ddp["log_scale"], one["log_scale"], rtol=0, atol=1e-5)
+
+
+# Resume
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_it_resumes_bit_for_bit(modes, tmp_path, mode):
+    """Also what multigpu.py has begun."""
+    folder, _ = modes(mode)
+    size = 64 if mode == "single" else 32
+    begin = PYTHON if mode == "single" else ["python", ROOT / "multigpu.py"]
+    run([*begin, 2, 2, "--batch-size", size], tmp_path)
+    done = run([*PYTHON, 5, 2, "--gpu-mode", mode, "--batch-size", size], tmp_path)
+    assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
+    both = [load(x / "snapshot.pt") for x in (tmp_path, folder)]
+    assert same_bits(*(x["MODEL_STATE"] for x in both))
+    assert same_bits(*(x["OPTIMIZER_STATE"] for x in both))
+
+
+SCHEDULES = {
+    "epoch": lambda x: StepLR(x, 1, 0.5),
+    "step": lambda x: OneCycleLR(x, 0.2, 64),
+    "loss": lambda x: ReduceLROnPlateau(x, patience=0, threshold=1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_resumes(tmp_path, name):
+    """In a new loop, it goes on from the rate and the step of the snapshot."""
+    ends = []
+    for path, until in ("whole.pt", 4), ("parts.pt", 2), ("parts.pt", 4):
+        torch.manual_seed(0)
+        loop = loop_of(snapshot_path=tmp_path / path, scheduler_per_step=name == "step")
+        loop.scheduler = SCHEDULES[name](loop.optimizer)
+        loop.fit(until)
+        ends.append((loop.model.state_dict(), loop.optimizer.param_groups[0]["lr"]))
+    (whole, rate), _, (resumed, resumed_rate) = ends
+    assert resumed_rate == rate and 0 < rate < 0.1 and same_bits(resumed, whole)
+
+
+# Loaders
+
+
+def loop_of(train_loader=None, val_loader=None, rank=0, world_size=1, **options):
+    data = list(zip(torch.randn(64, 3), torch.randn(64, 1), strict=True))
+    model = torch.nn.Linear(3, 1)
+    loop = TrainLoop(
+        model,
+        train_loader or DataLoader(data, 4),
+        val_loader or DataLoader(data, 4),
+        None,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        F.mse_loss,
+        **options,
+    )
+    loop.rank, loop.world_size, loop.nprocs = rank, world_size, world_size
+    return loop
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
+    loader = DataLoader(range(17), 4, shuffle=True)
+    found = []
+    for rank in range(world_size):
+        shared = loop_of(rank=rank, world_size=world_size)._share_out(loader)
+        found += [batch.tolist() for batch in shared]
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
+    assert sorted(found) == batches
+
+
+class Begins(Callback):  # as in aitoolbox
+    def on_train_begin(self, loop): ...
+
+
+class Ends(Callback):  # as in Lightning
+    def on_epoch_end(self, trainer, module): ...
+
+
+def nan(output, targets):  # in training alone, as of an auxiliary head
+    return F.mse_loss(output, targets) + (torch.nan if output.requires_grad else 0)
+
+
+DATA = [(torch.zeros(3), torch.zeros(1))] * 8
+HALF = SubsetRandomSampler(range(4))
+OTHERS = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+REFUSED = {
+    "gpu_mode 'dpp': choose single, dp, ddp, ddp2": {"gpu_mode": "dpp"},
+    "precision '16': choose fp32, bf16, fp16": {"precision": "16"},
+    "gpu_mode ddp2: accumulate is 1": {"gpu_mode": "ddp2", "accumulate": 2},
+    "gpu_mode ddp cannot send this: ": {"gpu_mode": "ddp", "criterion": lambda *_: 0},
+    "parameters that the model does not have": {"optimizer": OTHERS},
+    "train_loader: a DataLoader with": {"train_loader": DATA},
+    "val_loader: a DataLoader with": {"val_loader": DataLoader(DATA, sampler=HALF)},
+    "yours to write for <class 'dict'>": {
+        "train_loader": DataLoader([{"x": torch.ones(3)}])
+    },
+    "Begins.on_train_begin is never called": {"callbacks": [Begins()]},
+    "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
+    "num_epochs 0 is no whole number": {"num_epochs": 0},
+    "num_gpus '2,3' is no whole number": {"num_gpus": "2,3"},
+    "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
+    "epoch 1: loss nan, weights": {"criterion": nan, "snapshot_path": "x.pt"},
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
+    """One line, exit status 2, no file written."""
+    monkeypatch.chdir(tmp_path)
+    loop, words = loop_of(), {"num_epochs": 1, "num_gpus": "3"}
+    for name, value in REFUSED[line].items():
+        (words.update if name in words else vars(loop).update)({name: value})
+    with pytest.raises(SystemExit) as end:
+        loop.fit(**words)
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert line in shown and shown.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
+    """No file is read or written, so that the next run trains, too."""
+    monkeypatch.chdir(tmp_path)
+    loop = loop_of(callbacks=None)
+    loop.val_loader = None
+    loop.fit(2, num_gpus=-1)
+    assert [list(x) for x in loop.history] == [["train loss"]] * 2
+    assert not list(tmp_path.iterdir())
+    assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
+    loop = loop_of(val_loader=DataLoader(DATA, 5, drop_last=True))
+    loop.fit(1, num_gpus=0)
+    assert loop.device_name == "cpu", "also where there are GPUs"
+    assert "drop_last=True: 3 of 8 samples do not count" in capsys.readouterr().out
+
+
+@pytest.mark.waits
+def test_a_script_without_a_main_guard_is_told(tmp_path):
+    lines = (
+        "from tests.helpers.train_loops import make_loop",
+        "make_loop(gpu_mode='ddp').fit(1)",
+    )
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    done = processes.run([sys.executable, "script.py"], tmp_path, PYTHONPATH=ROOT)
+    assert done.returncode == 2
+    line = 'script.py: error: call `fit` below `if __name__ == "__main__":`'
+    assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("ddp2", marks=pytest.mark.waits)])
+def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
+    """The same model as without nesting. All ranks get all predictions, in order."""
+    case(tmp_path, "nested", mode)
+    both = [weights(x / "snapshot.pt") for x in (tmp_path, modes("ddp")[0])]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+    data = utils.MyTrainDataset(45, seed=1)
+    model = torch.nn.Linear(20, 1)
+    model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
+    source, targets = map(torch.stack, zip(*data, strict=True))
+    expected = model(source).detach()
+    for output in [*noted(tmp_path, "predicted"), *noted(tmp_path, "afterwards", 1)]:
+        torch.testing.assert_close(torch.tensor(output), expected.flatten())
+    worst = (expected - targets).abs().max().item()
+    history = load(tmp_path / "snapshot.pt")["HISTORY"]
+    assert history[-1]["worst"] == pytest.approx(worst, abs=1e-5)
+
+
+# Callbacks
+
+
+@pytest.mark.waits
+def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
+    """It runs on rank 0: if the others went on, they would wait for it forever."""
+    done = case(tmp_path, "stops_early")
+    assert len(losses(done)) == 4
+    assert "Warning" not in done.stderr
+    assert noted(tmp_path, "hook") == [4 * 32] * 2
+    assert noted(tmp_path, "rates") == [[0.001, 0.001, 0.0, 0.0]] * 2
+    assert "epoch 4 saved to snapshot.pt" in done.stdout
+    before = (tmp_path / "snapshot.pt").read_bytes()
+    done = case(tmp_path, "stops_early")
+    assert not losses(done)
+    assert "a callback has ended the training" in done.stdout
+    assert (tmp_path / "snapshot.pt").read_bytes() == before
+
+
+@pytest.mark.waits
+def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
+    """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
+    done = Fork(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
+    *good, last = losses(done)
+    line = f"epoch {len(good) + 1}: loss nan, weights "
+    assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
+    assert 1 <= len(good) < 19
+    assert last[0] == last[0] and last[1] != last[1]
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == len(good)
+    assert f"best.{len(good)}.pt" in {x.name for x in tmp_path.iterdir()}
+    assert not (tmp_path / f"best.{len(good) + 1}.pt").exists()

@@ -1,1 +1,0 @@
-"""What makes proofs: launchers, hooks, hosts, kills, and the deletion of lines."""

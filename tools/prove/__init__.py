@@ -1,0 +1,1 @@
+"""Make proofs: the deletion of lines, many cases, kills at random moments."""

@@ -1,0 +1,1 @@
+"""Start programs: in forks, in new interpreters, on hosts of their own."""

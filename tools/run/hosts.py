@@ -1,0 +1,319 @@
+"""A cluster on one Linux machine: hosts with a name, an address and a network each.
+
+    python -m tools.run.hosts 2 -- torchrun --nnodes=2 --nproc-per-node=2 \\
+        --rdzv-backend=c10d --rdzv-endpoint=node0:29500 multinode.py 50 10
+
+starts the command on node0 and node1, which are Linux namespaces joined by a bridge,
+and prints what they print. With --when 'epoch 10 saved' 'kill node1', something happens
+to them:
+
+    kill node1          all its processes die at once, and their connections are closed
+    unplug node1        the power goes: its processes die and nobody is told
+    start node1         it is on again if it was off, and runs the command again
+    cut node1           its link is down
+    mend node1          its link is up again, at full speed
+    slow node1 100mbit  its link carries no more than that, each way
+
+All run in this folder, as on a shared disk. The exit status is 0 if the command ends
+with 0 on every host that still stands, else 1.
+
+Needs iproute2 and util-linux, and root or unprivileged user namespaces, which live as
+long as the process that made them, however that ends.
+"""
+
+import contextlib
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tools.cli import Parser, error
+from tools.run import processes
+from tools.run.processes import TIMEOUT_S, TimedOut, clean_env
+
+SUBNET = "10.77.0"
+ACTIONS = "kill|unplug|start|cut|mend|slow"
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's has no sbin
+# A shell command that gives a host an /etc/hosts of its own, with the lines in $0.
+SET_NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
+# The first process of each set of namespaces says that they are made, and waits for the
+# end of its stdin. The kernel closes that pipe however the process that made them ends.
+HOLD = "echo; read _"
+# Without root, all namespaces are in one where this user is root.
+IS_ROOT = os.geteuid() == 0
+UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
+AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
+
+
+def why_not():
+    """Why there can be no hosts on this machine; None if there can be."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
+    if missing:
+        return f"there is no {' and no '.join(missing)}: install iproute2"
+    tried = processes.run([*UNSHARE, "--net", "true"], None, PATH=PATH)
+    return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Job:
+    """A command that runs, and `lines`: (time.monotonic(), line) of all that it prints.
+
+    It calls `on_line` with each line.
+    """
+
+    def __init__(self, command, on_line=None, cwd=None, **env):
+        self.lines = []
+        self.process = processes.start(command, cwd, merged=True, **env)
+        # It reads until nobody is left who could print.
+        self.reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
+        self.reader.start()
+
+    def _read(self, on_line):
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+            if on_line:
+                on_line(line.rstrip("\n"))
+
+    @property
+    def pid(self):
+        """The command's own process, which is nsenter's child."""
+        return child_of(self.process)
+
+    @property
+    def output(self):
+        return "\n".join(line for _, line in list(self.lines))
+
+    def runs(self):
+        """Whether it, or what it has left behind and could still print, is there."""
+        return self.process.poll() is None or self.reader.is_alive()
+
+    def wait(self):
+        """The exit status, once all output is read; TimedOut if that takes too long."""
+        self.reader.join(TIMEOUT_S)
+        if self.reader.is_alive():
+            raise TimedOut(f"no end within {TIMEOUT_S} s:\n{self.output}")
+        return self.process.wait()
+
+    def wait_for(self, pattern, since=0):
+        """(time, match) of the first line since `since` in which `pattern` is found."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            ended = not self.reader.is_alive()  # first: then no line can follow
+            for when, line in list(self.lines):
+                if when >= since and (match := re.search(pattern, line)):
+                    return when, match
+            if ended:
+                raise AssertionError(f"it ended without {pattern!r}:\n{self.output}")
+            if time.monotonic() > deadline:
+                raise TimedOut(f"no {pattern!r} in time:\n{self.output}")
+            time.sleep(0.01)
+
+
+def child_of(process):
+    """The process number of the only child of `process`, a Popen, once there is one."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None:
+        if found := children.read_text().split():
+            return int(found[0])
+        time.sleep(0.005)
+    raise ProcessLookupError(f"process {process.pid} has ended")
+
+
+class Host:
+    """One of the `hosts`: `name`, `address`, `folder` (its working folder)."""
+
+    def __init__(self, hosts, number):
+        self.hosts, self.number = hosts, number
+        self.name = f"node{number}"
+        self.address = f"{SUBNET}.{number + 1}"
+        self.link = f"veth{number}"  # the bridge's end of its cable
+        self.folder = hosts.folder / self.name if hosts.own_disks else hosts.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.first = None  # the first process of its namespaces; None while it is off
+
+    def __repr__(self):
+        return self.name
+
+    def boot(self):
+        """Turn it on, with nothing running."""
+        spaces = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork"]
+        first = ["unshare", *spaces, "--mount-proc", "--kill-child", "sh", "-c", HOLD]
+        self.first = start_first(self.hosts.inside(first))
+        self.pid = child_of(self.first)
+        self.run("hostname", self.name)
+        self.run("mount", "-t", "tmpfs", "-o", "size=50%", "tmpfs", "/dev/shm")
+        self.run("sh", "-ec", SET_NAMES, self.hosts.names)
+        self.run("ip", "link", "set", "lo", "up")
+        inside = f"/proc/{self.pid}/ns/net"
+        # The same card after each boot: neighbours remember it for half a minute.
+        card = f"02:00:0a:4d:00:{self.number + 1:02x}"
+        peer = ["peer", "name", "eth0", "address", card, "netns", inside]
+        self.hosts.run("ip", "link", "add", self.link, "type", "veth", *peer)
+        self.hosts.run("ip", "link", "set", self.link, "master", "switch", "up")
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def inside(self, command):
+        """`command`, to be run on this host in its folder: a list of words."""
+        spaces = ["--net", "--uts", "--mount", "--ipc", "--pid", *AS_ROOT]
+        enter = ["nsenter", "--target", str(self.pid), *spaces, f"--wd={self.folder}"]
+        return [*enter, "--", *map(str, command)]
+
+    def run(self, *command):
+        return run(self.inside(command))
+
+    def start(self, command, on_line=None, **env):
+        """Start a long one in its folder: a Job."""
+        return Job(self.inside(command), on_line, **({"PATH": PATH} | env))
+
+    def processes(self):
+        """{pid as seen from here: command line} of all that runs on it."""
+        namespace, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(path / "ns/pid") == namespace:
+                    words = (path / "cmdline").read_text().split("\0")
+                    found[int(path.name)] = " ".join(words).strip()
+        found.pop(self.pid, None)
+        return found
+
+    def kill(self):
+        """End all its processes at once; the kernel closes their connections."""
+        assert self.first, f"{self.name} is off"
+        os.kill(self.pid, signal.SIGKILL)
+        self.first.wait()
+        self.first = None
+        # The kernel takes the link away somewhat later, and its name must be free.
+        with contextlib.suppress(OSError):
+            self.hosts.run("ip", "link", "del", self.link)
+
+    def unplug(self):
+        """The power goes: nobody is told."""
+        self.hosts.run("ip", "link", "del", self.link)
+        self.kill()
+
+    def cut(self):
+        self.hosts.run("ip", "link", "set", self.link, "down")
+
+    def mend(self):
+        self.hosts.run("ip", "link", "set", self.link, "up")
+        self.slow(None)
+
+    def slow(self, rate):
+        """Carry no more than `rate` (such as 100mbit) in each direction, if any."""
+        how = f"tbf rate {rate} burst 64kb latency 400ms" if rate else "pfifo"
+        for run_there, end in ((self.hosts.run, self.link), (self.run, "eth0")):
+            run_there("tc", "qdisc", "replace", "dev", end, "root", *how.split())
+
+
+class Hosts(list):
+    """`count` hosts on one switch, at the longest until the end of this process.
+
+    folder: where all run, as on a shared disk. own_disks: each runs in folder/NAME.
+    """
+
+    def __init__(self, count, folder, own_disks=False):
+        self.folder, self.own_disks = Path(folder).resolve(), own_disks
+        self.switch = start_first([*UNSHARE, "--net", "sh", "-c", HOLD])
+        self.run("ip", "link", "add", "switch", "type", "bridge")
+        self.run("ip", "link", "set", "switch", "up")
+        super().__init__(Host(self, number) for number in range(count))
+        lines = [f"{host.address} {host.name}" for host in self]
+        self.names = "\n".join(["127.0.0.1 localhost", *lines])
+        for host in self:
+            host.boot()
+
+    def inside(self, command):
+        """`command`, to be run in the switch's network: a list of words."""
+        enter = ["nsenter", "--target", str(self.switch.pid), "--net", *AS_ROOT]
+        return [*enter, "--", *command]
+
+    def run(self, *command):
+        return run(self.inside(command))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for first in [self.switch, *(host.first for host in self)]:
+            if first:
+                first.stdin.close()
+                first.wait()
+                first.stdout.close()
+
+
+def start_first(command):
+    """Start the first process of new namespaces, which runs HOLD, and wait for them."""
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    first = subprocess.Popen(command, **pipes, env=clean_env(PATH=PATH))
+    if not first.stdout.readline():
+        raise OSError(f"{' '.join(command)}: see above")
+    return first
+
+
+def run(command):
+    done = processes.run(command, None, PATH=PATH)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main(count, command, when):
+    """Run `command` on `count` hosts, and do what `when` says; return the exit status.
+
+    when: pairs (text, action): each action is run once, when a line has its text.
+    """
+    events = queue.SimpleQueue()  # (host, its line)
+    pending, jobs = list(when), {}  # jobs: of the hosts that are on
+    with Hosts(count, ".") as hosts:
+
+        def start(host):
+            if not host.first:
+                host.boot()
+            jobs[host] = host.start(command, lambda line: events.put((host, line)))
+
+        for host in hosts:
+            start(host)
+        while not events.empty() or any(job.runs() for job in jobs.values()):
+            try:
+                host, line = events.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            print(f"{host}: {line}", flush=True)
+            for pair in [pair for pair in pending if pair[0] in line]:
+                pending.remove(pair)
+                print(f"-- {pair[1]}", flush=True)
+                action, name, *rest = pair[1].split()
+                (victim,) = [host for host in hosts if host.name == name]
+                if action == "start":
+                    start(victim)
+                    continue
+                if action in ("kill", "unplug"):
+                    jobs.pop(victim, None)  # only hosts that still stand count
+                getattr(victim, action)(*rest)
+        statuses = [job.process.returncode for job in jobs.values()]
+        return 0 if statuses and not any(statuses) else 1
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
+    parser.add_argument("count", type=int, help="how many hosts")
+    how = {"nargs": 2, "action": "append", "default": [], "metavar": ("TEXT", "ACTION")}
+    parser.add_argument("--when", **how, help="do ACTION once a line has TEXT in it")
+    parser.add_argument("command", nargs="+", help="after --: what each of them runs")
+    args = parser.parse_args()
+    names = [f"node{number}" for number in range(args.count)]
+    for _, action in args.when:
+        if not re.fullmatch(rf"({ACTIONS}) ({'|'.join(names)})( \d+mbit)?", action):
+            error(f"{action!r} is none of ({ACTIONS}) ({'|'.join(names)})")
+    if not 1 <= args.count <= 200:
+        error(f"{args.count} hosts: from 1 to 200 can be made")
+    if reason := why_not():
+        error(f"no hosts on this machine: {reason}")
+    sys.exit(main(**vars(args)))
