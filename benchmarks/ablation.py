@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from benchmarks import report
 from mingpt import batches, data, train
-from tools import pages
 from tools.diffs import hunks, mix
+from tools.site import pages
 
 OLD, NEW = "mingpt/model.py", "mingpt/modern.py"
 CHANGES = {  # the headings of docs/modern_gpt.md that change what is computed

@@ -10,9 +10,9 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 
-from tools import pages
 from tools.diffs import changed_lines, hunks, scopes
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry
+from tools.site import pages
 from tools.site.build import chapters
 from tools.site.explain import Explainer, dress
 from tools.site.home import home
