@@ -27,7 +27,8 @@ import torch
 from benchmarks import report, variants
 from mingpt import options, train
 from tools.cli import error
-from tools.run.hosts import Hosts, Job
+from tools.run.hosts import Hosts
+from tools.run.processes import Program
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 
@@ -112,8 +113,9 @@ def run(hosts, *words, ranks=1):
     if hosts:
         jobs = [host.start(command, GLOO_SOCKET_IFNAME="eth0", **env) for host in hosts]
     else:
-        jobs = [Job(command, cwd=tempfile.gettempdir(), **env)]
-    status = [job.wait() for job in jobs]
+        here = tempfile.gettempdir()
+        jobs = [Program(command, here, real=True, merged=True, **env)]
+    status = [job.finish().returncode for job in jobs]
     if any(status):
         sys.exit(f"{jobs[0].output}\nerror: mingpt failed: see above")
     lines = re.findall("^found (.*)", jobs[0].output, re.M)

@@ -29,7 +29,7 @@ from tools.cli import error
 from tools.run import launch
 from tools.run.hosts import Hosts
 from tools.run.launch import DISTRIBUTED
-from tools.run.warm import end_all
+from tools.run.processes import end_all
 
 GPT = "mingpt"
 ACCUMULATION = "variants/gradient_accumulation.py"

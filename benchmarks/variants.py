@@ -25,7 +25,7 @@ import utils
 from benchmarks import report
 from tools.run import launch
 from tools.run.hosts import Hosts, why_not
-from tools.run.warm import end_all
+from tools.run.processes import end_all
 from tools.scripts import SCRIPTS, variants
 
 WIDTH = 512  # of the model's hidden layers

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-import time
 
 import pytest
 
@@ -22,7 +20,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch  # noqa: E402
 
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
-from tools.run import hosts, launch, processes, results, warm  # noqa: E402
+from tools.run import hosts, launch, results  # noqa: E402
+from tools.run.processes import Program, end_all, left_over  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
 
 OBSERVER = ROOT / "tests" / "observer"
@@ -39,39 +38,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `waits` as well: hosts, Slurm, hangs, the browser",
     )
-    parser.addoption(
-        "--minutes",
-        type=float,
-        help="like --all; begin no test after MINUTES, and end with a table of them",
-    )
-
-
-began = time.monotonic()
-
-
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("--minutes")
-    if minutes is not None and time.monotonic() - began > 60 * minutes:
-        pytest.skip("no time left")
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """With --minutes: what each test has found, in Markdown."""
-    if config.getoption("--minutes") is None:
-        return
-    stats = terminalreporter.stats
-    kinds = "passed", "failed", "error", "skipped"
-    found = [(x.start, kind, x) for kind in kinds for x in stats.get(kind, [])]
-    lines, outputs = ["", "| Test | Result | Seconds |", "|---|---|---|"], []
-    for _, kind, report in sorted(found, key=lambda x: x[0]):
-        name = report.nodeid.partition("::")[2]
-        noted = dict(report.user_properties)
-        why = report.longrepr[2] if kind == "skipped" else noted.get("seen", "")
-        cells = name, f"{kind} {why}".strip(), f"{report.duration:.0f}"
-        lines.append(f"| {' | '.join(cells)} |")
-        if "output" in noted:
-            outputs += [f"\n{name}:\n\n```\n{noted['output'].strip()}\n```"]
-    terminalreporter.write("\n".join([*lines, *outputs, ""]))
 
 
 left_out = {}  # {file: how many of its tests}
@@ -84,8 +50,7 @@ def pytest_collection_modifyitems(config, items):
     """
     first = "test_gpu.py", "test_standin.py"
     items.sort(key=lambda item: item.path.name not in first)
-    told = config.getoption("--all") or config.getoption("--minutes") is not None
-    if told or any("::" in name for name in config.args):
+    if config.getoption("--all") or any("::" in name for name in config.args):
         return
     waiting = [item for item in items if item.get_closest_marker("waits")]
     for item in waiting:
@@ -110,10 +75,10 @@ def standin(tmp_path_factory):
     """The stand-in for GPUs is compiled; a kill on the way would leave its lock."""
     if not all(map(shutil.which, ("g++", "ninja"))):
         pytest.skip("the stand-in for GPUs needs g++ and ninja")
-    words = [sys.executable, "-c", "import torch"]
+    words = ["python", "-c", "import torch"]
     env = {"PYTHONPATH": ROOT / "tests" / "standin"}
-    process = processes.start(words, tmp_path_factory.getbasetemp(), **env)
-    done = processes.finish(process, timeout_s=600)
+    program = Program(words, tmp_path_factory.getbasetemp(), real=True, **env)
+    done = program.finish(timeout_s=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -181,18 +146,16 @@ def typed(tmp_path_factory, request):
         launch.plant(name, folder)
         (words,) = commands(name)
         if "/" in name and not request.config.getoption("--all"):
-            return folder, log, warm.Fork(words, folder, PYTHONPATH=folder).finish
-        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-        env = {"PATH": path, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-        process = processes.start(words, folder, **env)
-        return folder, log, lambda: processes.finish(process)
+            return folder, log, Program(words, folder, PYTHONPATH=folder)
+        env = {"PYTHONPATH": OBSERVER, "THREADS_LOG": log}
+        return folder, log, Program(words, folder, real=True, **env)
 
     started = {name: start(name) for name in of_the_root(request, "typed")}
 
     @once
     def run(name):
-        folder, log, finish = started.get(name) or start(name)
-        done = finish()
+        folder, log, program = started.get(name) or start(name)
+        done = program.finish()
         assert done.returncode == 0, done.stdout + done.stderr
         # torch.profiler logs there that it starts and stops; such lines may mingle.
         done = done._replace(stderr=re.sub("(?m)^(USDT:.*)?\n", "", done.stderr))
@@ -219,18 +182,15 @@ def killed(tmp_path_factory, request):
         words = launch.command(script, 5, 2, *size)
         env = {"MARK": f"killed {name}", "IN_STEP_80": "kill"}
         env = launch.environment(script, env)
-        if "/" in name:
-            return folder, warm.Fork(words, folder, **env).finish
-        process = processes.start(launch.as_typed(words), folder, **env)
-        return folder, lambda: processes.finish(process)
+        return folder, Program(words, folder, real="/" not in name, **env)
 
     started = {name: start(name) for name in of_the_root(request, "killed")}
 
     @once
     def run(name):
-        folder, finish = started.get(name) or start(name)
-        done, mark = finish(), f"killed {name}"
-        left = processes.left_over(mark) if os.path.isdir("/proc/self") else []
+        folder, program = started.get(name) or start(name)
+        done = program.finish()
+        left = left_over(f"killed {name}") if os.path.isdir("/proc/self") else []
         return folder, done, left
 
     return run
@@ -275,10 +235,11 @@ def with_lines_added(text, *names):
 
 
 @pytest.fixture(autouse=True)
-def no_fork_is_left():
-    """A test that fails between two forks leaves none behind. Nor a process group."""
+def no_program_is_left():
+    """A test that fails leaves none of its own behind. Nor a process group."""
+    before = {*Program.running}
     yield
-    warm.end_all()
+    end_all(but=before)
     assert not torch.distributed.is_initialized(), "forks of later tests would have it"
 
 

@@ -7,6 +7,7 @@ One more diff is explained line by line, that of the two models in mingpt/: `PAR
 and `ALL_EDGES` hold it as well. It is no script, and tests of scripts leave it out.
 """
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -48,6 +49,33 @@ def commands(name):
     starts = ("python ", "torchrun ")
     lines = [line for line in lines if line.startswith(starts)]
     return [shlex.split(line, comments=True) for line in lines]
+
+
+# What a script does is read from its syntax tree, so that its layout is free.
+
+
+def tree(path):
+    """The syntax tree of a file; an empty one if it is no Python."""
+    try:
+        return ast.parse((ROOT / path).read_bytes())
+    except SyntaxError:
+        return ast.parse("")
+
+
+def calls(path):
+    """{what a file calls, by its last name: the keywords that it is given}."""
+    found = {}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            found.setdefault(name, set()).update(x.arg for x in node.keywords)
+    return found
+
+
+def definition(path, name):
+    """The code of a file's function or class, without comments; "" without it."""
+    found = [x for x in tree(path).body if getattr(x, "name", "") == name]
+    return "\n".join(map(ast.unparse, found))
 
 
 SCRIPTS = {}

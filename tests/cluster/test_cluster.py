@@ -8,7 +8,6 @@ something can happen before the training is over.
 recoveries took.
 """
 
-import math
 import re
 import shutil
 import sys
@@ -51,21 +50,19 @@ def impatient(folder, *changes):
 
 
 def epochs(job, since=0):
-    """The epochs that a job has printed since then."""
-    lines = [line for when, line in job.lines if when >= since]
-    found = [re.match(r"epoch (\d+)/", line) for line in lines]
-    return [int(match[1]) for match in found if match]
+    """The epochs that a job has printed after its first `since` characters."""
+    found = re.findall(r"^epoch (\d+)/", job.output[since:], re.M)
+    return [int(epoch) for epoch in found]
 
 
-def saved(job, until=math.inf):
-    """The newest epoch that it had saved by then."""
-    lines = [line for when, line in job.lines if when <= until]
-    found = re.findall(r"epoch (\d+) saved", "\n".join(lines))
+def saved(job, until=None):
+    """The newest epoch that it says to have saved, in its first `until` characters."""
+    found = re.findall(r"epoch (\d+) saved", job.output[:until])
     return max(map(int, found), default=0)
 
 
-def measured(what, since, until):
-    print(f"\nmeasured: {until - since:5.1f} s {what}")
+def measured(what, since):
+    print(f"\nmeasured: {time.monotonic() - since:5.1f} s {what}")
 
 
 def difference(one, other):
@@ -88,7 +85,8 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
             command = torchrun(ROOT / "multinode.py", 1, 1, nnodes=1, host="alias")
             command[command.index(RENDEZVOUS)] = f"{conf},read_timeout=2"
             job = host.start(command, **ENV)
-            assert job.wait() == status and said in job.output, job.output
+            assert job.finish().returncode == status, job.output
+            assert said in job.output
 
 
 def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
@@ -96,7 +94,7 @@ def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
     with Hosts(2, tmp_path, own_disks=True) as hosts:
         command = torchrun(ROOT / "multinode.py", 5, 2, "--batch-size", 16, nproc=2)
         jobs = [host.start(command, **ENV) for host in hosts]
-        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
         one, other = [host.folder / "snapshot.pt" for host in hosts]
         alone = runs("single_gpu.py")[0] / "snapshot.pt"
         assert difference(one, alone) < 1e-6
@@ -111,7 +109,7 @@ def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
             how = {"nproc": nproc, "options": [f"--local-addr={name}"]}
             command = torchrun(ROOT / "multinode.py", 7, 2, **how)
             jobs.append(host.start(command, **ENV))
-        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
     assert [epochs(job) for job in jobs] == [[], [6, 7]]
     assert "3 x cpu, batch 32 each: effective batch 96" in jobs[1].output
     shutil.copy(alone, tmp_path)
@@ -120,17 +118,19 @@ def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
     assert [load(path)["EPOCHS_RUN"] for path in (one, other)] == [5, 7]
 
 
-def resumed(job, since, world_size, what):
+def resumed(job, world_size, what):
     """(the epoch from which a job goes on, the newest that was saved by then).
 
-    It goes on after `since`, when `what` happened, as `world_size` processes.
+    It goes on after `what`, which has just happened, as `world_size` processes.
     """
-    job.wait_for(f"^{world_size} x cpu", since=since)
-    again, found = job.wait_for(r"(\d+) of \d+ epochs are finished", since=since)
-    when, next_epoch = job.wait_for(r"epoch (\d+)/", since=again)
-    measured(f"from {what} to the end of the next epoch", since, when)
-    assert int(next_epoch[1]) == int(found[1]) + 1
-    return int(found[1]), saved(job, until=again)
+    began = time.monotonic()
+    since = len(job.output)
+    job.wait_for(f"^{world_size} x cpu", since)
+    again = job.wait_for(r"(\d+) of \d+ epochs are finished", since)
+    next_epoch = job.wait_for(r"epoch (\d+)/", again.end())
+    measured(f"from {what} to the end of the next epoch", began)
+    assert int(next_epoch[1]) == int(again[1]) + 1
+    return int(again[1]), saved(job, until=again.end())
 
 
 def test_a_host_dies_and_comes_back(tmp_path):
@@ -144,11 +144,10 @@ def test_a_host_dies_and_comes_back(tmp_path):
 
     def come_back():
         other.boot()
-        back = time.monotonic()
         second = other.start(command, **ENV)
-        epoch, newest = resumed(first, back, 2, "the return")
+        epoch, newest = resumed(first, 2, "the return")
         assert epoch >= newest, "ended between saving and saying so, it has one more"
-        assert first.process.poll() is None and second.process.poll() is None
+        assert first.poll() is None and second.poll() is None
 
     with Hosts(2, tmp_path / "disk") as (one, other):
         first = one.start(command, **ENV)
@@ -156,8 +155,7 @@ def test_a_host_dies_and_comes_back(tmp_path):
         first.wait_for("^2 x cpu")
         first.wait_for("epoch 5/")
         other.kill()
-        died = time.monotonic()
-        epoch, newest = resumed(first, died, 1, "the kill")
+        epoch, newest = resumed(first, 1, "the kill")
         assert epoch == newest
         assert re.search(f"RuntimeError: .*({RESET})", first.output)
 
@@ -168,8 +166,7 @@ def test_a_host_dies_and_comes_back(tmp_path):
         assert 0.009 < float(found[-1]) < 0.011, "0.01 is the noise"
 
         other.unplug()
-        died = time.monotonic()
-        epoch, newest = resumed(first, died, 1, "the unplugging")
+        epoch, newest = resumed(first, 1, "the unplugging")
         assert epoch == newest
         assert "Timed out waiting 10000ms" in first.output
         come_back()
@@ -185,14 +182,14 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
         first.wait_for("epoch 5/")
         one.kill()
         killed = time.monotonic()
-        assert second.wait() == 1
-        measured("from the kill to the other launcher's end", killed, time.monotonic())
+        assert second.finish().returncode == 1
+        measured("from the kill to the other launcher's end", killed)
         assert "RendezvousConnectionError: The connection" in second.output
         kept = load(other.folder / "snapshot.pt")["EPOCHS_RUN"]
         assert kept >= 4
         command = torchrun(script, kept + 2, 2, host="node1")
         jobs = [host.start(command, **ENV) for host in (other, new)]
-        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
         line = f"{kept} of {kept + 2} epochs are finished in snapshot.pt"
         assert line in jobs[0].output
         for host in (other, new):
@@ -210,41 +207,41 @@ def test_a_link_is_cut(tmp_path):
         jobs[0].wait_for("epoch 3/")
         other.cut()
         time.sleep(1)  # until what was sent before has come, and is printed
-        cut = time.monotonic()
+        cut = len(jobs[0].output)
         # An epoch takes half a second. The kernel tries again 3 s after the cut, and at
         # 6 s and 12 s: the last would be too late for the time-out.
         time.sleep(2)
         assert not epochs(jobs[0], since=cut), "nobody can go on alone"
         other.mend()
-        jobs[0].wait_for("epoch", since=time.monotonic())
+        jobs[0].wait_for("epoch", len(jobs[0].output))
         every = epochs(jobs[0])
         assert every == list(range(1, len(every) + 1)), "nothing was done twice"
         assert "Error" not in jobs[0].output + jobs[1].output
 
         other.cut()
-        cut = time.monotonic()
         for job in jobs:
-            job.wait_for("Timed out waiting 10000ms", since=cut)
+            job.wait_for("Timed out waiting 10000ms")
         kept = saved(jobs[0])
         other.mend()
         mended = time.monotonic()
-        _, found = jobs[0].wait_for(r"(\d+) of \d+ epochs are finished", since=mended)
+        found = jobs[0].wait_for(r"(\d+) of \d+ epochs are finished", cut)
         assert int(found[1]) == kept
-        when, _ = jobs[0].wait_for("epoch", since=mended)
-        measured("from the mending of a long cut to the next epoch", mended, when)
+        jobs[0].wait_for(r"epoch \d", found.end())
+        measured("from the mending of a long cut to the next epoch", mended)
 
         # The host of the rendezvous ends after join_timeout. The other waits for an
         # answer of the store until the kernel gives up: after 15 minutes by default.
         other.run("sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2")
+        before = [len(job.output) for job in jobs]
         other.cut()
         cut = time.monotonic()
-        assert jobs[1].wait() == 1
-        measured(
-            "from the cut to the end of the launcher cut off", cut, time.monotonic()
-        )
-        assert jobs[0].wait() == 1
-        measured("from the cut to the other launcher's end", cut, time.monotonic())
+        assert jobs[1].finish().returncode == 1
+        measured("from the cut to the end of the launcher cut off", cut)
+        assert jobs[0].finish().returncode == 1
+        measured("from the cut to the other launcher's end", cut)
         assert load(other.folder / "snapshot.pt")["EPOCHS_RUN"] == saved(jobs[0])
-        for job, error in zip(jobs, ("Timeout", "Connection"), strict=True):
-            job.wait_for("Timed out waiting 10000ms", since=cut)
-            job.wait_for(f"Rendezvous{error}Error", since=cut)
+        first, second = (x.output[n:] for x, n in zip(jobs, before, strict=True))
+        assert "Timed out waiting 10000ms" in first
+        assert "Timed out waiting 10000ms" in second
+        assert "RendezvousTimeoutError" in first
+        assert "RendezvousConnectionError" in second

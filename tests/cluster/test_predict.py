@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from cluster.predict import Cluster, Job, all_reduce, ddp, fsdp, ring, slowest_rank
+from tools.run.processes import Program
 from tools.scripts import ROOT
 
 ONE = Cluster(1, 1e9, 1e11, 0.001, 0, None)  # a GPU in each machine, 1 GB/s, 1 ms
@@ -21,8 +20,7 @@ assert len(ROWS) == 13
 
 
 def run(words):
-    command = [sys.executable, "cluster/predict.py", *words.split()]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return Program(["python", "cluster/predict.py", *words.split()], ROOT).finish()
 
 
 def efficiency(words):  # in % of each row

@@ -6,10 +6,9 @@ import sys
 import pytest
 
 from tests.conftest import needs_hosts
-from tools.run import processes
 from tools.run.hosts import PATH, Hosts
 from tools.run.launch import plant
-from tools.run.warm import Fork
+from tools.run.processes import Program
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
@@ -52,7 +51,7 @@ def findings(job):
 
 def assert_found(jobs, *patterns):
     """All end with 1; each pattern fits node0's finding at its place; that is all."""
-    assert {job.wait() for job in jobs} == {1}, jobs[0].output
+    assert {job.finish().returncode for job in jobs} == {1}, jobs[0].output
     found = findings(jobs[0])
     assert len(patterns) == len(found), jobs[0].output
     for pattern, finding in zip(patterns, found, strict=True):
@@ -183,7 +182,7 @@ def test_names_and_clocks(tmp_path):
         jobs = [start(host, 5, "--cpu") for host in hosts[:3]]
         jobs.append(start(hosts[3], 5, "--cpu", *cure))
         jobs.append(start(hosts[4], 5, "--cpu", script=clock))
-        assert [job.wait() for job in jobs] == [1] * 5, jobs[0].output
+        assert [job.finish().returncode for job in jobs] == [1] * 5, jobs[0].output
         found = findings(jobs[0])
         wrong = "node4 cannot connect to node0, which is 10.77.0.1: on node4 the name "
         assert f"{wrong}node0 is 10.77.0.5, that of node4 itself" in found
@@ -206,16 +205,16 @@ def test_bad_input(tmp_path):
         ("no script", [], {"LOCAL_RANK": 0}),  # torchrun has started it
         ("has to name all, this host (", hosts, {}),
     ):
-        done = Fork(["python", SCRIPT, *words], tmp_path, **QUIET, **env).finish()
+        done = Program(["python", SCRIPT, *words], tmp_path, **QUIET, **env).finish()
         assert done.returncode == 2 and done.stdout == "", done
         (line,) = done.stderr.splitlines()
         assert line.startswith("preflight.py: error: ") and said in line
 
 
 def test_a_process_that_fails_or_hangs_says_so(tmp_path):
-    words = [sys.executable, with_fault(tmp_path, "no_matmul"), "--nproc-per-node=3"]
+    words = ["python", with_fault(tmp_path, "no_matmul"), "--nproc-per-node=3"]
     words += ["--standalone", "--timeout=24", "--cpu"]
-    done = processes.run(words, tmp_path, **QUIET)
+    done = Program(words, tmp_path, real=True, **QUIET).finish()
     assert done.returncode == 1, done
     for what in (
         r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",

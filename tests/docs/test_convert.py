@@ -12,7 +12,8 @@ import torch
 
 from tests.conftest import OBSERVER
 from tools.diffs import hunks
-from tools.run.launch import plant, run_script, run_words
+from tools.run.launch import plant, run_script
+from tools.run.processes import Program
 from tools.run.results import load, same_bits, shape_of
 from tools.scripts import ROOT
 from tools.site.pages import parse
@@ -36,7 +37,7 @@ def torchrun(script, *options, cwd, nprocs=2, real="", **env):
     """Done of a script under torchrun; `real` as in `tools.run.launch.launch`."""
     start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
     env["OMP_NUM_THREADS"] = 1
-    return run_words([*start, script, *options], cwd, real, **env)
+    return Program([*start, script, *options], cwd, real, **env).finish()
 
 
 def curve(done):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tools.files import copy_tree
-from tools.run.warm import Fork
+from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, commands, own_tests
 from tools.site.pages import GROUPS, TEST, page_names, parse
 
@@ -90,7 +90,7 @@ def test_every_page_is_in_one_group():
 
 def build(root, *options, **env):
     """(exit status, messages) of the tool in the folder `root`, in a fork."""
-    done = Fork(["python", "-m", "tools.site.build", *options], root, **env).finish()
+    done = Program(["python", "-m", "tools.site.build", *options], root, **env).finish()
     return done.returncode, done.stderr
 
 

@@ -3,18 +3,14 @@
 import os
 import re
 import shutil
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from tools.run.launch import as_typed, plant
-from tools.run.processes import TIMEOUT_S, finish, run, start
+from tools.run.launch import plant
+from tools.run.processes import PATH, Program, wait_until
 from tools.scripts import ROOT
 
 STACKS = ROOT / "docs/it_hangs/stacks.sh"
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 pytestmark = pytest.mark.waits  # for time-outs of collectives
 
@@ -34,14 +30,12 @@ def skipped(tmp_path_factory):
     changes = change, ("save()  # this", loader)
     script = plant("docs/it_hangs/hang.py", folder / "copy", *changes)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "skip"]
-    process = start(as_typed(words), folder)
-    deadline = time.monotonic() + TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        if (folder / "trace_0").exists() and (folder / "trace_1").exists():
-            break  # the first is written after 1 s, and the loop takes less
-        time.sleep(0.1)
-    looked = run(["sh", STACKS, process.pid], folder, PATH=PATH)
-    return finish(process), looked.stdout
+    program = Program(words, folder, real=True)
+    traces = folder / "trace_0", folder / "trace_1"
+    # The first is written after 1 s, and the loop takes less.
+    wait_until(lambda: program.poll() or all(path.exists() for path in traces))
+    looked = Program(["sh", STACKS, program.pid], folder, real=True).finish()
+    return program.finish(), looked.stdout
 
 
 def test_the_rank_that_waits_raises_at_the_time_out(skipped):

@@ -7,12 +7,11 @@ are skipped where tools/site/requirements.txt or tests/requirements.txt is missi
 import functools
 import http.server
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
 
+from tools.run.processes import Program
 from tools.scripts import EDGES, ROOT
 
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -35,9 +34,8 @@ def site(tmp_path_factory):
     for module in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "notfound"):
         pytest.importorskip(module)
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "tools/site"]
-    words += ["docs", folder]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    words = ["python", "-m", "sphinx", "-W", "-q", "-c", "tools/site", "docs", folder]
+    done = Program(words, ROOT, real=True).finish()
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import single_gpu
 import utils
 from tools.prove import cases
-from tools.scripts import ROOT, SCRIPTS, ancestry
+from tools.scripts import SCRIPTS, ancestry, definition
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -261,7 +261,7 @@ def objects(case):
     return Data(data[:72]), data[72:], model, loss_fn, optimizer
 
 
-NAMES = [x for x in SCRIPTS if "\nclass Trainer:" in (ROOT / x).read_text()]
+NAMES = [x for x in SCRIPTS if definition(x, "Trainer")]
 NAMES.sort(key=lambda name: len(ancestry(name)))  # parents first
 # PyTorch keeps one mesh for all runs here, which must not be emptied.
 KEEP_MESH = {"vars": lambda mesh: {}, "forget_meshes": lambda model: None}

@@ -7,8 +7,7 @@ import torch
 
 from tests.conftest import OBSERVER
 from tests.mingpt.test_train import TINY, gpt, metrics, text  # noqa: F401  fixtures, too
-from tools.run.launch import as_typed
-from tools.run.processes import run
+from tools.run.processes import Program
 from tools.run.results import load, weights
 from tools.scripts import ROOT
 
@@ -93,7 +92,7 @@ def test_no_gloo_thread_outlives_main(text, tmp_path, how, lr):  # noqa: F811
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "mingpt.train"]
     options = [*text, *TINY, "--steps", 2, *how, "--lr", lr]
     env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log, "OMP_NUM_THREADS": 1}
-    done = run([*as_typed(words), *options], tmp_path, **env)
+    done = Program([*words, *options], tmp_path, real=True, **env).finish()
     assert done.returncode == (lr > 1)
     assert ("error: step 1: the loss or a weight" in done.stderr) == (lr > 1)
     # os._exit ends a rank whose weights are not finite: it notes nothing.

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from mingpt.train import lr_scale
-from tools.run.launch import run_words
+from tools.run.processes import Program
 from tools.run.results import load, same_bits, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 FAULTS = ROOT / "tests" / "hooks" / "gpt.py"
@@ -47,7 +46,7 @@ def gpt(text):
             words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
         env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
         words += [*script, *text, *TINY, *options]
-        return run_words(words, cwd, real, **env)
+        return Program(words, cwd, real, **env).finish()
 
     return get
 
@@ -290,13 +289,13 @@ def test_sample(gpt, tmp_path, model):
     trained(gpt, *SHORT, "--model", model, cwd=tmp_path)
     words = ["python", "-m", "mingpt.sample", "--tokens", 20, "--prompt", "def "]
     words += ["--seed", 2**70]
-    done = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    done = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def ")
     assert len(done.stdout) == len("def ") + 20 + len("\n")
-    same = Fork(words, tmp_path, PYTHONPATH=ROOT).finish()
+    same = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert same.stdout == done.stdout, "the seed is the same"
-    bad = Fork([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
+    bad = Program([*words, "--prompt", "€"], tmp_path, PYTHONPATH=ROOT).finish()
     assert bad.returncode == 2 and "has no '€'" in bad.stderr
 
 
@@ -350,7 +349,7 @@ TOLERANCE = 1e-5
 def test_golden_curve(tmp_path):
     """The preset's own sizes, on a text that is the same with every Python."""
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "DO": "float64"}
-    done = Fork(["python", FAULTS, *DEFAULT_RUN], tmp_path, **env).finish()
+    done = Program(["python", FAULTS, *DEFAULT_RUN], tmp_path, **env).finish()
     assert done.returncode == 0, done.stderr
     ours, golden = metrics(tmp_path), metrics(GOLDEN, "curve.csv")
     assert [row["step"] for row in ours] == [row["step"] for row in golden] == [40, 80]
@@ -383,7 +382,7 @@ def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, text, tmp_path
     start = ["--init-from", folder, "--tokenizer", folder / "tokenizer.json"]
 
     words = ["python", "-m", "mingpt.sample", "--tokens", 5, "--prompt", "class"]
-    done = Fork([*words, *start], tmp_path, PYTHONPATH=ROOT).finish()
+    done = Program([*words, *start], tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("class")
 

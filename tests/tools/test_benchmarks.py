@@ -13,7 +13,7 @@ from benchmarks import diloco, gpt, variants
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
 from tools.run.hosts import Hosts
-from tools.run.warm import Fork
+from tools.run.processes import Program
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -26,7 +26,7 @@ WEIGHTS = 809_001  # of the model, with its hidden layers
 def test_a_variant_is_measured_beside_its_parent():
     name = "variants/gradient_accumulation.py"
     options = name, "--steps", 2, "--batch-size", 32, "--rounds", 1
-    done = Fork(["python", "-m", "benchmarks.variants", *options], ROOT).finish()
+    done = Program(["python", "-m", "benchmarks.variants", *options], ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     title = f"{name} --accumulate 4 beside multigpu.py\n{WEIGHTS:,} weights"
     assert title in done.stdout
@@ -55,7 +55,7 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 def test_scaling_is_measured_and_predicted():
     words = ["python", "-m", "benchmarks.scaling", "variants/fsdp.py", "--rounds", 1]
     words += ["--steps", 2, "--batch-size", 256]
-    done = Fork(words, ROOT).finish()
+    done = Program(words, ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
     rows = re.findall(f"^(.*?\\S){3 * cell}", done.stdout, re.M)
@@ -120,7 +120,7 @@ print(ablation.measure(ablation.variants()["modern.py"], run), results.loss[run]
 
 def test_the_ablation_repeats_a_run(tmp_path):
     (tmp_path / "once.py").write_text(ABLATION)
-    done = Fork(["python", tmp_path / "once.py"], ROOT, PYTHONPATH=ROOT).finish()
+    done = Program(["python", tmp_path / "once.py"], ROOT, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     loss, recorded = map(float, done.stdout.split())
     # The batches had another order then.

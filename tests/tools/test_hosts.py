@@ -1,13 +1,11 @@
 """What kills on hosts: a command of one's own, and the tool that kills at random."""
 
 import re
-import sys
 
 import pytest
 
 from tests.conftest import needs_hosts
-from tools.run import processes
-from tools.run.processes import TIMEOUT_S
+from tools.run.processes import TIMEOUT_S, Program
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
@@ -18,8 +16,9 @@ def test_a_host_is_killed_and_started_again(tmp_path):
     script = "[ -e twice ] && echo again && exit 3; touch twice; echo up; sleep 1000"
     script = f"[ $(hostname) = node1 ] || exit 0; {script}"
     when = "--when", "up", "kill node1", "--when", "up", "start node1"
-    words = [sys.executable, "-W", "ignore", "-m", "tools.run.hosts", "2", *when]
-    done = processes.run([*words, "--", "sh", "-c", script], tmp_path, PYTHONPATH=ROOT)
+    words = ["python", "-W", "ignore", "-m", "tools.run.hosts", "2", *when]
+    words += ["--", "sh", "-c", script]
+    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     lines = ["node1: up", "-- kill node1", "-- start node1", "node1: again"]
     assert done.stdout.splitlines() == lines
     assert done.returncode == 1, "node1 ends with 3"
@@ -29,9 +28,9 @@ def test_a_host_is_killed_and_started_again(tmp_path):
 
 
 def chaos(*args):
-    command = [sys.executable, "-W", "ignore", "-m", "tools.prove.chaos", *args]
+    words = ["python", "-W", "ignore", "-m", "tools.prove.chaos", *args]
     # It ends by itself if nothing moves for three minutes.
-    done = processes.finish(processes.start(command, ROOT), 8 * TIMEOUT_S)
+    done = Program(words, ROOT, real=True).finish(8 * TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "final weights and optimizer state: the same bits" in done.stdout
     return done.stdout

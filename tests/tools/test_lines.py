@@ -8,7 +8,7 @@ from tools.diffs import hunks
 from tools.files import copy_tree, edit
 from tools.prove import lines
 from tools.prove.mutants import meaning, mutants
-from tools.run.warm import Fork
+from tools.run.processes import Program
 from tools.scripts import ALL_EDGES, ROOT
 
 pytestmark = pytest.mark.waits
@@ -64,14 +64,14 @@ def test_every_added_line_is_taken_out_once(parent, child):
 
 TESTS = "tests/test_planted.py::test_multigpu_"
 NEEDS_LINES = """import pytest
-from tools.run.processes import finish, start
+from tools.run.processes import Program
 from tools.scripts import ROOT
 
 TEXT = (ROOT / "multigpu.py").read_text()
 
 def test_multigpu_hangs_without_a_line():
     if "planted_waits = total_epochs" not in TEXT:
-        finish(start(["sleep", "60"], ROOT), timeout_s=0.5)
+        Program(["sleep", "60"], ROOT, real=True).finish(timeout_s=0.5)
 
 @pytest.mark.waits
 def test_multigpu_has_a_line():
@@ -113,7 +113,7 @@ def planted(tmp_path_factory):
 def prove(root, only):
     """(exit status, its lines about mutants, all its output) for what has `only`."""
     words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
-    done = Fork([*words, "--only", only], root).finish()
+    done = Program([*words, "--only", only], root).finish()
     assert not done.stderr
     # Those that are bad are printed at once, and again at the end.
     lines = {x for x in done.stdout.splitlines() if re.match(r"multigpu.py:\d", x)}

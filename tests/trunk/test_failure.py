@@ -9,11 +9,9 @@ import uuid
 
 import pytest
 
-from tools.run import processes
-from tools.run.launch import ENTRY, as_typed, command, environment, launch, plant
-from tools.run.processes import descendants, left_over, wait_until
+from tools.run.launch import ENTRY, command, environment, launch, plant
+from tools.run.processes import Program, descendants, left_over, wait_until
 from tools.run.results import load, same_bits
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 linux = pytest.mark.skipif(
@@ -68,12 +66,12 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     changes = [(ENTRY, ENTRY + ignore)] if number == signal.SIGTERM else []
     script = plant("multigpu.py", tmp_path / "copy", *changes)
     # Not a fork, which leaves out what Python does at its end: wait for its processes.
-    run = processes.start(as_typed(command(script, 10**6, 1)), tmp_path)
+    run = Program(command(script, 10**6, 1), tmp_path, real=True)
     wait_until((tmp_path / "snapshot.pt").exists)
     ranks = descendants(run.pid)
     assert len(ranks) >= 2
     os.kill(run.pid, number)
-    assert processes.finish(run).returncode != 0
+    assert run.finish().returncode != 0
     wait_until(lambda: not [x for x in ranks if os.path.exists(f"/proc/{x}")])
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
 
@@ -84,10 +82,10 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 def test_ending_pytest_ends_its_forks(tmp_path, program):
     """They are in sessions of their own, and one trained on for 15 minutes."""
     words = [str(x) for x in command(ROOT / program, 10**6, 1)]
-    lines = "from tools.run.warm import Fork", "def test():"
-    lines += (f"    Fork({words}, '.').finish()",)
+    lines = "from tools.run.processes import Program", "def test():"
+    lines += (f"    Program({words}, '.').finish()",)
     (tmp_path / "test_it.py").write_text("\n".join(lines))
-    run = Fork(["python", "-m", "pytest", "test_it.py"], tmp_path, PYTHONPATH=ROOT)
+    run = Program(["python", "-m", "pytest", "test_it.py"], tmp_path, PYTHONPATH=ROOT)
     wait_until((tmp_path / "snapshot.pt").exists)
     family = descendants(run.pid)
     assert len(family) >= 3
@@ -114,10 +112,10 @@ def restarted(folder, kills, restarts, **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
     hooks = ["faults:killed_attempts", "faults:record_in_one_piece"]
     script = plant("multinode.py", folder / "copy", hooks=hooks)
-    words = as_typed(command(script, 5, 1))
+    words = command(script, 5, 1)
     words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
     env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
-    return processes.run(words, folder, **environment(script, env))
+    return Program(words, folder, real=True, **environment(script, env)).finish()
 
 
 @pytest.mark.waits

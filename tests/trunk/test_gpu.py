@@ -1,31 +1,30 @@
 """On one GPU, the most telling first: what the tests on CPUs leave open.
 
-    pytest tests/trunk/test_gpu.py --minutes 45
+    timeout --signal=INT 45m pytest --all -vrA --durations=0 tests/trunk/test_gpu.py
 
-begins no test after 45 minutes, and ends with a table. A PyTorch that is built for no
-GPU takes the stand-in, so that no test fails for a reason of its own: tests/standin.
+stops after 45 minutes, and ends with what each test has found, and how long it took. A
+PyTorch that is built for no GPU takes the stand-in, so that no test fails for a reason
+of its own: tests/standin.
 """
 
 import json
 import os
 import re
-import sys
 
 import pytest
 import torch
 
 from tests.conftest import VISIBLE
-from tools.run import processes
 from tools.run.launch import (
     HOOKS,
     environment,
     hooks_to_compare,
     launch,
     plant,
-    run_words,
     task_of,
     train,
 )
+from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT, SCRIPTS
 
@@ -52,21 +51,22 @@ def one_gpu(request, tmp_path_factory):
         request.getfixturevalue("standin")
         return
     code = "import torch; print(torch.accelerator.device_count())"
-    words = [sys.executable, "-c", code]
-    done = processes.run(words, tmp_path_factory.getbasetemp(), **ENV)
+    words = ["python", "-c", code]
+    folder = tmp_path_factory.getbasetemp()
+    done = Program(words, folder, real=True, **ENV).finish()
     if KIND != "cuda" or int(done.stdout) == 0:
         pytest.skip("PyTorch sees no GPU of NVIDIA or AMD")
 
 
 @pytest.fixture
-def close(record_property):
-    """`close(done, other)`: the losses are the same, as far as devices round alike."""
+def close():
+    """`close(found, expected)`: losses are the same, as far as devices round alike."""
 
     def compare(found, expected, rtol=1e-3):
         assert len(found) > 0
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
         apart = abs(torch.tensor(found) / torch.tensor(expected) - 1).max()
-        record_property("seen", f"losses within {apart:.0e} of the CPU's")
+        print(f"losses within {apart:.0e} of the CPU's")
 
     return compare
 
@@ -76,7 +76,7 @@ def run(*words, cwd, nprocs=None, status=0, **env):
     start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
     words = [*(start if nprocs else ["python"]), *words]
     env = environment(ROOT / "multigpu.py", env or ENV)
-    done = run_words(words, cwd, REAL, **env)
+    done = Program(words, cwd, REAL, **env).finish()
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -182,12 +182,10 @@ COMPILED = [pytest.param(x, "on", marks=BUILT_FOR) for x in ("bf16", "fp16")]
 
 
 @pytest.mark.parametrize(("precision", "compile"), [("fp16", "off"), *COMPILED])
-def test_mingpt_resumes_after_sigterm_bit_for_bit(
-    precision, compile, tmp_path, record_property
-):
+def test_mingpt_resumes_after_sigterm_bit_for_bit(precision, compile, tmp_path):
     options = ["--precision", precision, "--compile", compile]
     whole = gpt(*options, cwd=tmp_path / "whole")
-    record_property("seen", "losses {} and {}".format(*printed(whole)[-1]))
+    print("losses {} and {}".format(*printed(whole)[-1]))
     how = {"script": [HOOKS / "gpt.py"], "status": os.EX_TEMPFAIL}
     ours = tmp_path / "ours"
     gpt(*options, cwd=ours, **how, **ENV, DO="sigterm", AT_STEP=12)
@@ -225,18 +223,18 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path, close):
     assert found[1] == found[2]
 
 
-def test_preflight(tmp_path, record_property):
+def test_preflight(tmp_path):
     script = ROOT / "cluster/preflight.py"
     done = run(script, "--standalone", "--nproc-per-node=1", cwd=tmp_path)
-    record_property("output", done.stdout)
+    print(done.stdout)
     assert "this cluster can train" in done.stdout
 
 
-def test_the_shares_of_a_step_add_up(tmp_path, record_property):
+def test_the_shares_of_a_step_add_up(tmp_path):
     script = ROOT / "variants/profiled.py"
     how = {"cwd": tmp_path, "nprocs": 1, "real": REAL, **ENV}
     done = train(script, 6, 6, "--trace", "my", **how)
-    record_property("output", "\n".join(done.stdout.splitlines()[-8:]))
+    print("\n".join(done.stdout.splitlines()[-8:]))
     (ms,) = json.loads((tmp_path / "my.json").read_text())["ms"]
     assert sum(ms.values()) == pytest.approx(2 * ms["step"])
     assert min(ms.values()) >= 0
@@ -244,8 +242,8 @@ def test_the_shares_of_a_step_add_up(tmp_path, record_property):
 
 @BUILT_FOR
 @pytest.mark.parametrize("configuration", "ac")
-def test_speed(configuration, tmp_path, record_property):
+def test_speed(configuration, tmp_path):
     """Of mingpt, beside a plain loop: the losses must agree."""
     words = ["-m", "benchmarks.gpt", "--configuration", configuration]
     done = run(*words, "--rounds", 3, cwd=tmp_path)
-    record_property("output", done.stdout)
+    print(done.stdout)

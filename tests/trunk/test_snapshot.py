@@ -12,9 +12,8 @@ import torch
 
 import utils
 from tools.run.launch import DISTRIBUTED, command, launch, plant, train
-from tools.run.processes import wait_until
+from tools.run.processes import Program, wait_until
 from tools.run.results import load, same_bits
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 
@@ -60,7 +59,7 @@ def test_two_runs_do_not_save_to_one_path(runs, tmp_path, found):
     path = tmp_path / "snapshot.pt"
     if found:
         shutil.copy(runs("multigpu.py")[0] / "snapshot.pt", path)
-    run = Fork(command(ROOT / "multigpu.py", 10**6, 1), tmp_path)
+    run = Program(command(ROOT / "multigpu.py", 10**6, 1), tmp_path)
     epochs = 5 * found
     wait_until(lambda: path.exists() and load(path)["EPOCHS_RUN"] > epochs)
     other = load(runs("multinode.py")[0] / "snapshot.pt")
@@ -129,7 +128,7 @@ def on_own_disks(script, disks, *arguments, **env):
     env |= {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
     env |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words = ["python", script, *arguments]
-    workers = [Fork(words, disk, RANK=i, **env) for i, disk in enumerate(disks)]
+    workers = [Program(words, disk, RANK=i, **env) for i, disk in enumerate(disks)]
     done = [worker.finish() for worker in workers]
     assert [x.returncode for x in done] == [0, 0], done[0].stderr + done[1].stderr
     return done

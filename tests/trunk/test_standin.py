@@ -9,9 +9,9 @@ import re
 import pytest
 
 from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, train
+from tools.run.processes import Program
 from tools.run.results import losses
-from tools.run.warm import Fork
-from tools.scripts import ROOT, SCRIPTS
+from tools.scripts import ROOT, SCRIPTS, calls
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("standin")]
 STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
@@ -46,7 +46,7 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
         seen = [{k: x[k] for k in x if k != "waits"} for x in seen]
     # DDP sends the order of its buckets, once.
-    once = "DistributedDataParallel(" in script.read_text()
+    once = "DistributedDataParallel" in calls(script)
     assert seen == [{"copies that wait": 2} if once else {}] * ranks
 
 
@@ -63,7 +63,7 @@ def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     forks = []
     for machine in range(2):
         (folder := tmp_path / str(machine)).mkdir()
-        forks.append(Fork([*words, machine], folder, STANDIN_HOST=machine, **how))
+        forks.append(Program([*words, machine], folder, STANDIN_HOST=machine, **how))
     for done in [fork.finish() for fork in forks]:
         assert done.returncode == 0, done.stderr
 
@@ -91,7 +91,7 @@ def test_a_module_trains_as_on_the_cpu(words, tmp_path):
     for path in ROOT, f"{ROOT}:{STANDIN['PYTHONPATH']}":
         (folder := tmp_path / f"{len(printed)}").mkdir()
         how = {"PYTHONPATH": path, "OMP_NUM_THREADS": 1}
-        done = Fork([*start, "-m", *words.split()], folder, **how).finish()
+        done = Program([*start, "-m", *words.split()], folder, **how).finish()
         assert done.returncode == 0, done.stderr
         assert ("x standin, " in done.stdout) == (path != ROOT)
         speed = r"[\d,]+ (tokens|samples)/s"

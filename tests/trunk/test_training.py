@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,8 @@ from tools.run.launch import (
     task_of,
     train,
 )
-from tools.run.processes import run
+from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits, shape_of, weights
-from tools.run.warm import Fork
 from tools.scripts import EDGES, ROOT, SCRIPTS
 
 SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
@@ -118,7 +116,8 @@ print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
 
 def test_an_error_lets_gloos_threads_free_their_tensors():
     """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
-    done = run([sys.executable, "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], cwd=ROOT)
+    words = ["python", "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS]
+    done = Program(words, ROOT, real=True).finish()
     assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
@@ -229,7 +228,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["timing:quick_stores"])
     env = environment(script, env)
     both = [
-        Fork(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)
+        Program(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)
         for i in (0, 1)
     ]
     assert [x.finish().returncode for x in both] == [0, 0]

@@ -22,13 +22,12 @@ import json
 import pytest
 
 from tests.helpers.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS
-from tools.run import processes
-from tools.run.launch import as_typed
-from tools.scripts import ROOT
+from tools.run.processes import Program
+from tools.scripts import ROOT, calls
 
 GROUPS = {
     "all": NAMES,
-    "DDP": [x for x in NAMES if "DistributedDataParallel(" in (ROOT / x).read_text()],
+    "DDP": [x for x in NAMES if "DistributedDataParallel" in calls(x)],
     "sharded": ["variants/fsdp.py", "variants/sharded_snapshot.py"],
 } | {x.rpartition("/")[2].removesuffix(".py"): [x] for x in NAMES}
 UNUSED = [case for case in CASES if case.startswith("unused")]
@@ -93,8 +92,8 @@ def expected():
 def test_every_case(ranks, tmp_path):
     words = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"
     # Not a fork: in one of some hundred process groups, it may hang.
-    run = processes.start(as_typed(words.split()), tmp_path, PYTHONPATH=ROOT)
-    done = processes.finish(run, timeout_s=500)
+    program = Program(words.split(), tmp_path, real=True, PYTHONPATH=ROOT)
+    done = program.finish(timeout_s=500)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     wrong = []

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tools.run.launch import command, environment, objects_of, plant, run_script
+from tools.run.processes import Program
 from tools.run.results import load, losses, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 from variants import ddp2
 
@@ -64,7 +64,7 @@ def trained(folder, nodes, nprocs, *changes):
         at = words.index("--standalone")
         where = ["--master-addr=localhost", f"--master-port={port}"]
         words[at : at + 1] = [f"--nnodes={nodes}", f"--node-rank={node}", *where]
-        forks.append(Fork(words, folder, **environment(script, {})))
+        forks.append(Program(words, folder, **environment(script, {})))
     done = [fork.finish() for fork in forks]
     assert [x.returncode for x in done] == [0] * nodes, done
     return done[0]

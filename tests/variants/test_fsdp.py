@@ -10,8 +10,8 @@ import torch
 from tests.conftest import needs_hosts
 from tools.run import hosts
 from tools.run.launch import launch, plant, run_script, train
+from tools.run.processes import Program
 from tools.run.results import load, losses, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 NAME = "variants/fsdp.py"
@@ -200,7 +200,7 @@ def test_hsdp_sends_less_between_machines(tmp_path):
         with hosts.Hosts(2, folder) as two:
             before = sent_by(two[0])
             jobs = [host.start(words.split(), PYTHONPATH=folder) for host in two]
-            assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+            assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
             sent.append(sent_by(two[0]) - before)
         saved.append(load(folder / "snapshot.pt")["MODEL_STATE"])
     torch.testing.assert_close(saved[0], saved[1], rtol=0, atol=1e-6)
@@ -215,7 +215,7 @@ def test_hsdp_sends_less_between_machines(tmp_path):
 def test_the_table_of_the_chapter():
     """Bytes of each parameter: the formula, and what 4 ranks hold. What is whole."""
     words = ["torchrun", "--standalone", "--nproc-per-node=4"]
-    done = Fork([*words, "-m", "docs.sharding.memory"], ROOT).finish()
+    done = Program([*words, "-m", "docs.sharding.memory"], ROOT).finish()
     rows = re.findall(r"formula +([\d.]+) \| +([\d.]+)", done.stdout)
     assert rows == [(x, x) for x in ("16.0", "10.0", "8.0", "4.0")]
     kept = [float(x) for x in re.findall(r"activations.*\| ([\d.]+)", done.stdout)]

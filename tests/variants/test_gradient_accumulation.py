@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from tools.run.launch import launch, plant, run_script, train
+from tools.run.processes import Program
 from tools.run.results import load, same_bits
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 NAME = "variants/gradient_accumulation.py"
@@ -106,7 +106,7 @@ def test_a_mean_over_tokens(tmp_path):
     """Exact if divided by the tokens of all ranks. By this rank's: if it is alone."""
     for nprocs in (1, 2):
         words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}", str(TOKENS)]
-        done = Fork(words, tmp_path, OMP_NUM_THREADS=1).finish()
+        done = Program(words, tmp_path, OMP_NUM_THREADS=1).finish()
         assert done.returncode == 0, done.stdout + done.stderr
         errors = [float(x) for x in re.findall(r"error (\S+) %", done.stdout)]
         assert [x > 1 for x in errors] == [True, nprocs > 1, False]

@@ -6,7 +6,6 @@ address and a disk of their own.
 
 import contextlib
 import json
-import os
 import random
 import resource
 import shutil
@@ -20,9 +19,8 @@ import utils
 from tests.conftest import needs_hosts
 from tools.run.hosts import Hosts
 from tools.run.launch import command, environment, plant, train
-from tools.run.processes import TimedOut, wait_until
+from tools.run.processes import Program, TimedOut
 from tools.run.results import load, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 from variants import multinode_spawn
 
@@ -40,11 +38,11 @@ def port():
 
 
 def machine(nr, port, folder, *options, nodes=2, gpus=1, script=ROOT / NAME):
-    """Start what one types on machine `nr`, in `folder`: a Fork."""
+    """Start what one types on machine `nr`, in `folder`: a Program."""
     folder.mkdir(exist_ok=True)
     options = ("--nr", nr, "--master_port", port, "--wait", 20, *options)
     words = command(script, 5, 2, "--nodes", nodes, *options, nprocs=gpus)
-    return Fork(words, folder, **environment(script, {}))
+    return Program(words, folder, **environment(script, {}))
 
 
 def ended(machines, status=0):
@@ -72,7 +70,7 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
     script = plant(NAME, tmp_path / "copy", hooks=["notes:device"])
     how = {"gpus": 2, "script": script}
     both = [machine(1, port, homes[1], "--batch-size", 16, **how)]
-    wait_until(lambda: b"waits for" in os.pread(both[0].out.fileno(), 1000, 0))
+    both[0].wait_for("waits for")
     both.append(machine(0, port, homes[0], "--batch-size", 16, **how))
     (second, _), (first, _) = ended(both)
     assert "4 x cpu, batch 16 each: effective batch 64" in first
@@ -94,7 +92,7 @@ def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
     """`--epochs N` is short for `N 1`; one machine needs no port that is agreed on."""
     words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
     both = [[*words.split(), "--snapshot-path", f"{x}.pt"] for x in "ab"]
-    for stdout, stderr in ended([Fork(x, tmp_path, PYTHONPATH=ROOT) for x in both]):
+    for stdout, stderr in ended([Program(x, tmp_path, PYTHONPATH=ROOT) for x in both]):
         assert stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
         assert "epochs saved, by rank" not in stdout and not stderr
         assert stdout.count(" saved to ") == 5
@@ -234,12 +232,12 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
         first, _ = (on_host(x, nr, 10**6, slow) for nr, x in enumerate(hosts))
         first.wait_for("epoch 3/")
         hosts[1].kill()
-        assert first.wait() == 1
+        assert first.finish().returncode == 1
         assert "Connection" in first.output  # closed or reset by peer
         saved = load(hosts[0].folder / "snapshot.pt")["EPOCHS_RUN"]
         hosts[1].boot()
         jobs = [on_host(x, nr, saved + 1, ROOT / NAME) for nr, x in enumerate(hosts)]
-        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output
+        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
         line = f"epochs saved, by rank: [{saved}, -1]. All take rank 0's"
         assert line in jobs[0].output
         assert f"epoch {saved + 1}/{saved + 1}" in jobs[0].output

@@ -7,10 +7,9 @@ import uuid
 import pytest
 import torch
 
-from tools.run.launch import as_typed, command, environment, home, launch, plant
-from tools.run.processes import left_over, run
+from tools.run.launch import command, environment, home, launch, plant
+from tools.run.processes import Program, left_over
 from tools.run.results import load, same_bits, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 NAME = "variants/preemptible.py"
@@ -32,7 +31,7 @@ def ranks(script, *arguments, cwd, nprocs=2, **env):
         folder = cwd / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
         where = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": store.port}
-        forks.append(Fork(words, folder, **env, **where))
+        forks.append(Program(words, folder, **env, **where))
     return [fork.finish() for fork in forks]
 
 
@@ -116,11 +115,9 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     hooks = ["timing:slow_save", "faults:in_step_80"]
     script = plant(NAME, tmp_path / "copy", hooks=hooks)
     mark = uuid.uuid4().hex
-    words = as_typed(command(script, 5, 5))
-    at = words.index("torch.distributed.run")
-    words[at - 1 : at + 1] = [IMPATIENT]
+    words = ["python", IMPATIENT, *command(script, 5, 5)[1:]]
     env = {"MARK": mark, "IN_STEP_80": "sigterm"} | environment(script, {})
-    done = run(words, tmp_path, **env)
+    done = Program(words, tmp_path, real=True, **env).finish()
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert not left_over(mark)
     assert position(tmp_path / "snapshot.pt") == (2, 1024)

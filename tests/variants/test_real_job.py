@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tools.run.launch import (
-    as_typed,
     command,
     environment,
     launch,
@@ -22,7 +20,7 @@ from tools.run.launch import (
     plant,
     train,
 )
-from tools.run.processes import clean_env, left_over
+from tools.run.processes import Program, left_over
 from tools.run.results import load, same_bits
 from variants import real_job
 
@@ -116,9 +114,7 @@ def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
     script = plant(NAME, tmp_path / "copy", hooks=["faults:in_step_80"])
     env = environment(script, {"IN_STEP_80": "kill", "MARK": tmp_path})
-    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    words = as_typed(command(script, 5, 2))  # a worker that lives on keeps a pipe open
-    done = subprocess.run(words, cwd=tmp_path, env=clean_env(**env), **nowhere)
+    done = Program(command(script, 5, 2), tmp_path, real=True, **env).finish()
     assert done.returncode == 1
     assert not left_over(tmp_path)
 

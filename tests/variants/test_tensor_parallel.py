@@ -10,8 +10,8 @@ import torch
 from tests.trunk.test_probe import replicas
 from tests.variants.test_fsdp import FEW, LARGE, MODEL
 from tools.run.launch import command, environment, launch, plant, run_script, train
+from tools.run.processes import Program
 from tools.run.results import load, losses, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 
 NAME, PARENT = "variants/tensor_parallel.py", "multinode.py"
@@ -173,7 +173,7 @@ def test_a_layer_on_two_machines_is_told(tmp_path):
     forks = []
     for machine in range(2):
         (folder := tmp_path / str(machine)).mkdir()
-        forks.append(Fork(words, folder, **env))
+        forks.append(Program(words, folder, **env))
     text = "".join(fork.finish().stdout for fork in forks)
     line = "the 2 ranks of a layer are on several machines: it will be slow\n"
     assert text.count(line) == 1

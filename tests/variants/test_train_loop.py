@@ -13,20 +13,20 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import utils
 from tests.conftest import once
-from tools.run import processes, slurm_cluster
+from tools.run import slurm_cluster
+from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits, weights
-from tools.run.warm import Fork
 from tools.scripts import ROOT
 from variants.train_loop import Callback, TrainLoop, find_launcher
 
 PYTHON = ["python", "-m", "variants.train_loop"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
-SCRIPT = ROOT / "tests" / "train_loops.py"
+SCRIPT = ROOT / "tests/helpers/train_loops.py"
 
 
 def run(words, cwd, **env):
     """Run it in a fork to its end, and insist that it ends well: Done."""
-    done = Fork(words, cwd, PYTHONPATH=ROOT, **env).finish()
+    done = Program(words, cwd, PYTHONPATH=ROOT, **env).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -128,8 +128,9 @@ def test_a_real_srun_starts_the_ranks(tmp_path):
     """Two on each of two nodes, which are hosts of their own."""
     words = [sys.executable, *PYTHON[1:], 2, 2, "--gpu-mode", "ddp2"]
     srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *words, "--batch-size", 16]
-    slurm = [sys.executable, "-m", "tools.run.slurm_cluster", 2, "--"]
-    done = processes.run([*slurm, *srun], tmp_path, PYTHONPATH=ROOT)
+    slurm = ["python", "-m", "tools.run.slurm_cluster", 2, "--"]
+    words = [*slurm, *srun]
+    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
     run([*PYTHON, 2, 2, "--batch-size", 64, "--snapshot-path", "one.pt"], tmp_path)
@@ -146,7 +147,7 @@ def nodes(folder, gpu_mode, num_nodes, num_gpus, batch_size, epochs=3):
     env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
     words = ["python", SCRIPT, "node", gpu_mode, num_nodes]
     machines = [
-        Fork([*words, rank, num_gpus, batch_size, epochs], folder, **env)
+        Program([*words, rank, num_gpus, batch_size, epochs], folder, **env)
         for rank in range(num_nodes)
     ]
     done = [machine.finish() for machine in machines]
@@ -312,7 +313,8 @@ def test_a_script_without_a_main_guard_is_told(tmp_path):
         "make_loop(gpu_mode='ddp').fit(1)",
     )
     (tmp_path / "script.py").write_text("\n".join(lines))
-    done = processes.run([sys.executable, "script.py"], tmp_path, PYTHONPATH=ROOT)
+    words = ["python", "script.py"]
+    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     assert done.returncode == 2
     line = 'script.py: error: call `fit` below `if __name__ == "__main__":`'
     assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr
@@ -358,7 +360,7 @@ def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
 @pytest.mark.waits
 def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
     """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
-    done = Fork(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
+    done = Program(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
     *good, last = losses(done)
     line = f"epoch {len(good) + 1}: loss nan, weights "
     assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1

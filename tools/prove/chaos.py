@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import utils
 from tools.cli import Parser, error
-from tools.run.hosts import Hosts, why_not
+from tools.run.hosts import Hosts, child_of, why_not
 from tools.run.launch import plant
 from tools.run.processes import began
 from tools.run.results import load, same_bits
@@ -93,7 +93,7 @@ class Job:
             if self.notes[-1].step >= 0:
                 self.last_step = time.time()
         for host, agent in self.agents.items():
-            if host not in self.restart_at and agent.process.poll():
+            if host not in self.restart_at and agent.poll():
                 self.failures.append(f"{host}: {agent.output[-4000:]}")
                 self.restart_at[host] = time.time() + RESTART_S
             if host in self.restart_at and self.restart_at[host] < time.time():
@@ -101,9 +101,9 @@ class Job:
                     host.boot()
                 self.agents[host] = host.start(self.command, **self.env)
                 del self.restart_at[host]
-        said = [agent.output[-4000:] for agent in self.agents.values()]
-        late = time.time() > self.last_step + LIMIT_S
-        assert not late, "\n".join([f"no step for {LIMIT_S} s", *said])
+        if time.time() > self.last_step + LIMIT_S:
+            said = [agent.output[-4000:] for agent in self.agents.values()]
+            raise AssertionError("\n".join([f"no step for {LIMIT_S} s", *said]))
 
     def wait(self, condition):
         """Supervise the job until `condition()`; return what that returned."""
@@ -127,7 +127,7 @@ class Job:
 
     def finished(self):
         """Whether all agents have ended with 0."""
-        return all(agent.process.poll() == 0 for agent in self.agents.values())
+        return all(agent.poll() == 0 for agent in self.agents.values())
 
     def victim(self, kind, moment, since, rng):
         """(host, process number or None); None while there is no such victim."""
@@ -156,12 +156,12 @@ class Job:
         if kind == "host":
             host.kill()
         else:
-            if agent.process.poll() is None:
-                os.kill(agent.pid, signal.SIGKILL)
+            if agent.poll() is None:
+                os.kill(child_of(agent), signal.SIGKILL)
             for left in host.processes():
                 with contextlib.suppress(ProcessLookupError):  # it ended by itself
                     os.kill(left, signal.SIGKILL)
-        agent.wait()
+        agent.finish()
 
 
 def kill(job, kind, moment, step, start_s, rng):

@@ -35,8 +35,7 @@ from tools.cli import Parser
 from tools.diffs import hunks
 from tools.files import copy_tree
 from tools.prove.mutants import mutants
-from tools.run.processes import TimedOut
-from tools.run.warm import Fork, end_all
+from tools.run.processes import Program, TimedOut, end_all
 from tools.scripts import ALL_EDGES, EDGES, ROOT, SCRIPTS, ancestry
 from tools.site.pages import named_tests
 
@@ -103,7 +102,7 @@ class Case:
         words += ["-p", "tools.prove.lines"]
         env = {"TMPDIR": temporary, "CHILD": child, "FACTS": self.facts}
         env["TEST_TIMEOUT_S"] = os.environ.get("TEST_TIMEOUT_S", WAIT_S)
-        self.fork = Fork(words, folder, merged=True, **env)
+        self.fork = Program(words, folder, merged=True, **env)
 
     def ended(self):
         late = time.monotonic() > self.began + LIMIT_S

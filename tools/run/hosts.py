@@ -23,24 +23,22 @@ long as the process that made them, however that ends.
 
 import contextlib
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 from tools.cli import Parser, error
 from tools.run import processes
-from tools.run.processes import TIMEOUT_S, TimedOut, clean_env
+from tools.run.processes import Program, clean_env
 
 SUBNET = "10.77.0"
 ACTIONS = "kill|unplug|start|cut|mend|slow"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's has no sbin
+PATH = f"{processes.PATH}:/usr/sbin:/sbin"  # a user's has no sbin
 # A shell command that gives a host an /etc/hosts of its own, with the lines in $0.
 SET_NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
 # The first process of each set of namespaces says that they are made, and waits for the
@@ -57,66 +55,16 @@ def why_not():
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if missing:
         return f"there is no {' and no '.join(missing)}: install iproute2"
-    tried = processes.run([*UNSHARE, "--net", "true"], None, PATH=PATH)
+    words = [*UNSHARE, "--net", "true"]
+    tried = Program(words, None, real=True, PATH=PATH).finish()
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
-class Job:
-    """A command that runs, and `lines`: (time.monotonic(), line) of all that it prints.
-
-    It calls `on_line` with each line.
-    """
-
-    def __init__(self, command, on_line=None, cwd=None, **env):
-        self.lines = []
-        self.process = processes.start(command, cwd, merged=True, **env)
-        # It reads until nobody is left who could print.
-        self.reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
-        self.reader.start()
-
-    def _read(self, on_line):
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-            if on_line:
-                on_line(line.rstrip("\n"))
-
-    @property
-    def pid(self):
-        """The command's own process, which is nsenter's child."""
-        return child_of(self.process)
-
-    @property
-    def output(self):
-        return "\n".join(line for _, line in list(self.lines))
-
-    def runs(self):
-        """Whether it, or what it has left behind and could still print, is there."""
-        return self.process.poll() is None or self.reader.is_alive()
-
-    def wait(self):
-        """The exit status, once all output is read; TimedOut if that takes too long."""
-        self.reader.join(TIMEOUT_S)
-        if self.reader.is_alive():
-            raise TimedOut(f"no end within {TIMEOUT_S} s:\n{self.output}")
-        return self.process.wait()
-
-    def wait_for(self, pattern, since=0):
-        """(time, match) of the first line since `since` in which `pattern` is found."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            ended = not self.reader.is_alive()  # first: then no line can follow
-            for when, line in list(self.lines):
-                if when >= since and (match := re.search(pattern, line)):
-                    return when, match
-            if ended:
-                raise AssertionError(f"it ended without {pattern!r}:\n{self.output}")
-            if time.monotonic() > deadline:
-                raise TimedOut(f"no {pattern!r} in time:\n{self.output}")
-            time.sleep(0.01)
-
-
 def child_of(process):
-    """The process number of the only child of `process`, a Popen, once there is one."""
+    """The process number of the only child of a Popen or a Program, once it is there.
+
+    nsenter's child is the command that `Host.start` starts.
+    """
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         if found := children.read_text().split():
@@ -168,9 +116,10 @@ class Host:
     def run(self, *command):
         return run(self.inside(command))
 
-    def start(self, command, on_line=None, **env):
-        """Start a long one in its folder: a Job."""
-        return Job(self.inside(command), on_line, **({"PATH": PATH} | env))
+    def start(self, command, **env):
+        """Start a long one in its folder: a Program, with all it prints in `output`."""
+        env = {"PATH": PATH} | env
+        return Program(self.inside(command), None, real=True, merged=True, **env)
 
     def processes(self):
         """{pid as seen from here: command line} of all that runs on it."""
@@ -258,7 +207,7 @@ def start_first(command):
 
 
 def run(command):
-    done = processes.run(command, None, PATH=PATH)
+    done = Program(command, None, real=True, PATH=PATH).finish()
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
@@ -269,35 +218,46 @@ def main(count, command, when):
 
     when: pairs (text, action): each action is run once, when a line has its text.
     """
-    events = queue.SimpleQueue()  # (host, its line)
-    pending, jobs = list(when), {}  # jobs: of the hosts that are on
+    pending = list(when)
+    started = []  # [host, its Program, how many characters of its output are shown]
+    counted = {}  # {host that is on: its Program}
     with Hosts(count, ".") as hosts:
 
         def start(host):
             if not host.first:
                 host.boot()
-            jobs[host] = host.start(command, lambda line: events.put((host, line)))
+            counted[host] = host.start(command)
+            started.append([host, counted[host], 0])
+
+        def act(action, name, *rest):
+            (victim,) = [host for host in hosts if host.name == name]
+            if action == "start":
+                start(victim)
+                return
+            if action in ("kill", "unplug"):
+                counted.pop(victim, None)  # only hosts that still stand count
+            getattr(victim, action)(*rest)
 
         for host in hosts:
             start(host)
-        while not events.empty() or any(job.runs() for job in jobs.values()):
-            try:
-                host, line = events.get(timeout=0.05)
-            except queue.Empty:
-                continue
-            print(f"{host}: {line}", flush=True)
-            for pair in [pair for pair in pending if pair[0] in line]:
-                pending.remove(pair)
-                print(f"-- {pair[1]}", flush=True)
-                action, name, *rest = pair[1].split()
-                (victim,) = [host for host in hosts if host.name == name]
-                if action == "start":
-                    start(victim)
-                    continue
-                if action in ("kill", "unplug"):
-                    jobs.pop(victim, None)  # only hosts that still stand count
-                getattr(victim, action)(*rest)
-        statuses = [job.process.returncode for job in jobs.values()]
+        running = True
+        while running:
+            running = any(program.poll() is None for _, program, _ in started)
+            for part in list(started):
+                host, program, shown = part
+                new = program.output[shown:]
+                if program.poll() is None:  # its last line may not be whole
+                    new = new[: new.rfind("\n") + 1]
+                part[2] += len(new)
+                for line in new.splitlines():
+                    print(f"{host}: {line}", flush=True)
+                    for pair in [pair for pair in pending if pair[0] in line]:
+                        pending.remove(pair)
+                        print(f"-- {pair[1]}", flush=True)
+                        act(*pair[1].split())
+                        running = True
+            time.sleep(0.05)
+        statuses = [program.poll() for program in counted.values()]
         return 0 if statuses and not any(statuses) else 1
 
 

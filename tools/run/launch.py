@@ -4,13 +4,20 @@ import functools
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 from tools.files import edit
-from tools.run import processes
-from tools.run.warm import Fork
-from tools.scripts import ROOT, SCRIPTS, ancestry, commands
+from tools.run import warm  # noqa: F401  before any tensor is computed
+from tools.run.processes import Program
+from tools.scripts import (
+    ROOT,
+    SCRIPTS,
+    InputError,
+    ancestry,
+    calls,
+    commands,
+    definition,
+)
 
 # Those that run as several processes
 DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]
@@ -23,10 +30,11 @@ ENTRY = 'if __name__ == "__main__":'
 @functools.cache
 def task_of(name):
     """The script from which `name` has its `load_train_objs`: they train one model."""
-    text, parent = (ROOT / name).read_text(), SCRIPTS[name]
-    objects = re.search(r"\ndef load_train_objs.*?\n\n\n", text, re.S)[0]
-    same = parent and objects in (ROOT / parent).read_text()
-    return task_of(parent) if same else name
+    parent = SCRIPTS[name]
+    objects = definition(name, "load_train_objs")
+    if parent and objects and objects == definition(parent, "load_train_objs"):
+        return task_of(parent)
+    return name
 
 
 OF_THE_TRUNKS_TASK = [x for x in SCRIPTS if task_of(x) == "single_gpu.py"]
@@ -39,7 +47,7 @@ def objects_of(name):
 
 def hooks_to_compare(name):
     """With these hooks, its numbers are another script's: autocast leaves float64."""
-    return ("float64",) if "torch.autocast(" in (ROOT / name).read_text() else ()
+    return ("float64",) if "autocast" in calls(name) else ()
 
 
 def home(script):
@@ -50,18 +58,25 @@ def home(script):
 
 def shares_a_batch(name):
     """Whether its ranks may take one batch: the sampler is told of `num_replicas=`."""
-    return "num_replicas=" in (ROOT / name).read_text()
+    return any("num_replicas" in keywords for keywords in calls(name).values())
 
 
 def options_of(name, nprocs=2):
     """The options in the script's docstring command, such as `--accumulate 4`.
 
-    Ranks that may share a batch do so: `--split 2` is `--split NPROCS`, one replica.
+    Ranks that may share a batch do so: the option that has the value of torchrun's
+    `--nproc-per-node` there, such as `--split 2`, gets `nprocs`, for one replica.
     """
     words = commands(name)[0]
     numbers = [i for i, word in enumerate(words) if word.isdecimal()]
-    words = words[numbers[1] + 1 :]  # after total_epochs and save_every
-    return [*words[:-1], nprocs] if shares_a_batch(name) else words
+    options = words[numbers[1] + 1 :]  # after total_epochs and save_every
+    if shares_a_batch(name):
+        written = re.search(r"--nproc-per-node=(\d+)", " ".join(words))
+        if not written or options.count(written[1]) != 1:
+            line = "its ranks share a batch, but no option of its command has the value"
+            raise InputError(f"{name}:1: {line} of --nproc-per-node, or several have")
+        options[options.index(written[1])] = str(nprocs)
+    return options
 
 
 def command(script, total, every, *options, nprocs=2, own_options=True):
@@ -80,13 +95,6 @@ def command(script, total, every, *options, nprocs=2, own_options=True):
     return [str(x) for x in (*before, total, every, *options)]
 
 
-def as_typed(words):
-    """`words` for a new interpreter, the one of the tests."""
-    program, *rest = words
-    module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-    return [sys.executable, *module, *rest]
-
-
 def environment(script, env):
     """`env`, and where Python finds a variant, or its copy, as a module."""
     path = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
@@ -103,14 +111,7 @@ def launch(
     show the same. They do, unless the claim is about how a process starts or ends.
     """
     words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
-    return run_words(words, cwd, real, timeout_s, **environment(script, env))
-
-
-def run_words(words, cwd, real, timeout_s=None, **env):
-    """Done of any words, as typed; `real` as for `launch`."""
-    if real:
-        return processes.finish(processes.start(as_typed(words), cwd, **env), timeout_s)
-    return Fork(words, cwd, **env).finish(timeout_s)
+    return Program(words, cwd, real, **environment(script, env)).finish(timeout_s)
 
 
 def train(script, *arguments, cwd, real="", **how):
@@ -123,7 +124,7 @@ def train(script, *arguments, cwd, real="", **how):
 def run_script(script, *arguments, cwd, **env):
     """Run a script that starts no other, with any arguments, in a fork: Done."""
     words = ["python", script, *arguments]
-    return Fork(words, cwd, **environment(script, env)).finish()
+    return Program(words, cwd, **environment(script, env)).finish()
 
 
 def batch_size(name, effective, nprocs=2):

@@ -1,18 +1,23 @@
-"""Start processes, wait for their end, and find those that are left."""
+"""Start programs, wait for what they print and their end, and find what is left."""
 
 import atexit
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
+
+# `python` and `torchrun` are those of this interpreter.
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
 
 # A launcher or a user may have set them, and a program would take them for its own.
 NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -40,46 +45,134 @@ def temporary_folder():
 def clean_env(**extra):
     """The environment without a launcher's, and with `extra`; None means not set."""
     env = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    env |= {"TMPDIR": temporary_folder(), **extra}
+    env |= {"TMPDIR": temporary_folder(), "PATH": PATH, **extra}
     return {key: str(value) for key, value in env.items() if value is not None}
 
 
-def start(command, cwd, merged=False, **env):
-    """`command` in a session of its own: a Popen with two pipes, one if `merged`."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=clean_env(**env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def finish(process, timeout_s=None):
-    """Wait for it: Done. If it hangs, end its whole group and raise TimedOut."""
-    timeout_s = timeout_s or TIMEOUT_S
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise TimedOut(f"no end within {timeout_s} s:\n{out}\n{err}") from None
-    return Done(process.returncode, out, err)
-
-
-def run(command, cwd, **env):
-    return finish(start(command, cwd, **env))
+def wait(condition, timeout_s, longest_pause_s=0.02):
+    """What `condition()` returns as soon as that is true, or when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0005
+    while True:
+        result = condition()
+        if result or time.monotonic() > deadline:
+            return result
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_pause_s)
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    if not wait(condition, TIMEOUT_S):
+        raise TimedOut(f"nothing within {TIMEOUT_S} s")
+
+
+class Program:
+    """A program that runs, in a session of its own.
+
+    words: what a person types: `python SCRIPT ...`, `python -m MODULE ...` or
+    `torchrun ...`. They run in a fork of this process, as tools/run/warm.py does it.
+    real: start it as a shell does, which it takes for any other program, and where a
+    start or an end is the claim; a text may say why. merged: its stderr goes to where
+    its stdout goes. env: variables to set; None means not set.
+    """
+
+    running = set()  # those for whose end nobody has waited
+
+    def __init__(self, words, cwd, real=False, merged=False, **env):
+        words = [str(word) for word in words]
+        environment = clean_env(**env)
+        # No pipes: a full one blocks, and what a program leaves behind keeps it open.
+        folder = Path(tempfile.mkdtemp(dir=temporary_folder()))
+        self.files = [folder / "stdout", folder / "stderr"]
+        self.process = self.status = None
+        with open(self.files[0], "wb") as out, open(self.files[1], "wb") as err:
+            if merged:
+                err = out
+            if real:
+                self.process = subprocess.Popen(
+                    words,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+                self.pid = self.process.pid
+            else:
+                from tools.run import warm  # it imports torch
+
+                self.pid = warm.fork(words, cwd, environment, out, err)
+        self.running.add(self)
+
+    def poll(self):
+        """The exit status, or None while it runs."""
+        if self.process:
+            return self.process.poll()
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    @property
+    def output(self):
+        """What it has printed so far; without its stderr, unless they are merged."""
+        return self.files[0].read_bytes().decode(errors="replace")
+
+    def wait_for(self, pattern, since=0):
+        """The first match of `pattern` in `output`, from its character `since` on."""
+
+        def found_or_ended():
+            ended = self.poll() is not None  # first: then nothing can follow
+            found = re.compile(pattern, re.M).search(self.output, since)
+            return found or ended
+
+        found = wait(found_or_ended, TIMEOUT_S)
+        assert found is not True, f"it ended without {pattern!r}:\n{self.output}"
+        if not found:
+            raise TimedOut(f"no {pattern!r} within {TIMEOUT_S} s:\n{self.output}")
+        return found
+
+    def finish(self, timeout_s=None):
+        """Wait for its end: Done. If it hangs, end all that it started: TimedOut."""
+        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        in_time = wait(lambda: self.poll() is not None, timeout_s)
+        if not in_time:
+            self._end()
+        self.running.discard(self)
+        texts = [x.read_bytes().decode(errors="replace") for x in self.files]
+        if not in_time:
+            raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
+        return Done(self.poll(), *texts)
+
+    def _end(self):
+        family = descendants(self.pid)
+        for number in (signal.SIGABRT, signal.SIGKILL):  # first the stacks
+            for pid in reversed(family):  # a rank ends with its parent
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                time.sleep(0.03)  # one stack after the other
+            os.killpg(self.pid, number)
+            time.sleep(0.5)
+        wait_until(lambda: self.poll() is not None)
+
+
+def end_all(but=frozenset()):
+    """End the programs that nobody has waited for, as after a failure beside them."""
+    for program in Program.running - but:
+        with contextlib.suppress(TimedOut):
+            program.finish(timeout_s=0)
+
+
+def marked(mark):
+    """The processes that began with MARK=`mark` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def left_over(mark, patience_s=20):
@@ -87,27 +180,26 @@ def left_over(mark, patience_s=20):
 
     Return their numbers.
     """
-    deadline, found = time.monotonic() + patience_s, [None]
-    while found and time.monotonic() < deadline:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        time.sleep(0.1 * bool(found))
+    wait(lambda: not marked(mark), patience_s)
+    found = marked(mark)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found
 
 
+def stat(pid):
+    """The fields of /proc/PID/stat from the third on, which says how it fares."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def descendants(pid):
     """The processes that come from process `pid`, as far as their parents still run."""
     children = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            after_name = path.read_text().rpartition(")")[2].split()
-            children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+            parent = int(stat(path.name)[1])
+            children.setdefault(parent, []).append(int(path.name))
     found = list(children.get(pid, []))
     for child in found:
         found += children.get(child, [])
@@ -116,7 +208,6 @@ def descendants(pid):
 
 def began(pid):
     """When a process began, as time.time() counts; OSError if it has ended."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(after_name[19])  # since the machine was started: proc_pid_stat(5)
+    ticks = int(stat(pid)[19])  # since the machine was started: proc_pid_stat(5)
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))

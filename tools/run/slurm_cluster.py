@@ -20,12 +20,11 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 
 import utils
 from tools.cli import Parser, error
 from tools.run import hosts
-from tools.run.processes import TIMEOUT_S, TimedOut, clean_env
+from tools.run.processes import TIMEOUT_S, TimedOut, clean_env, wait
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONF = """
@@ -113,14 +112,16 @@ class Slurm:
 
     def wait_until(self, condition, problem, timeout=TIMEOUT_S):
         """Wait for `condition()` to be true, and return what it returned."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+
+        def answer():
             with contextlib.suppress(OSError):  # a daemon that is busy may not answer
-                if result := condition():
-                    return result
-            time.sleep(0.25)  # each look is a process
-        log = self.run("tail", "-n30", "/run/slurm/log")
-        raise TimedOut(f"{problem} after {timeout} s:\n{log}")
+                return condition()
+
+        result = wait(answer, timeout, 0.25)  # each look is a process
+        if not result:
+            log = self.run("tail", "-n30", "/run/slurm/log")
+            raise TimedOut(f"{problem} after {timeout} s:\n{log}")
+        return result
 
     def __enter__(self):
         return self

@@ -7,20 +7,18 @@ Import this module before any tensor is computed: a pool of threads does not sur
 fork.
 """
 
+import ast
 import atexit
-import contextlib
 import faulthandler
 import functools
 import gc
 import importlib.util
 import io
 import os
-import re
 import runpy
 import signal
 import sys
 import tempfile
-import time
 import types
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,9 +27,7 @@ import torch
 import torch._dynamo  # noqa: F401  any optimizer imports it: once here, not in each fork
 import torch.distributed.run
 
-from tools.run import processes
-from tools.run.processes import TIMEOUT_S, Done, TimedOut, clean_env
-from tools.scripts import ROOT
+from tools.scripts import ROOT, calls, tree
 
 FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
@@ -56,7 +52,7 @@ def become(words):
     path = importlib.util.find_spec(script).origin if is_module else script
     # A script that spawns its ranks forks once more here, so that it must not compute
     # with several threads before.
-    if not re.search(r"\bspawn\(", Path(path).read_text()):
+    if "spawn" not in calls(path):
         use_fresh_threads()
     torch.multiprocessing.spawn = _spawn
     run_main(script, arguments, is_module)
@@ -155,12 +151,12 @@ def run_main(script, arguments, is_module):
 
 
 def uses_fork_server(words, folders):
-    """Whether a script or a file of tests that `words` name speaks of one."""
+    """Whether a script or a file of tests that `words` name has "forkserver" in it."""
     names = [x.partition("::")[0] for x in words if ".py" in x]
     names += [f"{x.replace('.', '/')}.py" for x in words]  # after -m
     paths = {os.path.join(folder, name) for folder in folders for name in names}
-    files = filter(os.path.isfile, paths)
-    return any("forkserver" in Path(x).read_text() for x in files)
+    nodes = [x for path in filter(os.path.isfile, paths) for x in ast.walk(tree(path))]
+    return any(getattr(x, "value", None) == "forkserver" for x in nodes)
 
 
 @functools.cache
@@ -173,68 +169,29 @@ def share_a_fork_server():
     forkserver._forkserver.ensure_running = lambda: None
 
 
-class Fork:
-    """A program in a fork of this process, in a session of its own.
+def fork(words, cwd, environment, out, err):
+    """Run `words` in a fork, in a session of its own: the fork's process number.
 
-    merged: its stderr goes to where its stdout goes.
+    out, err: open files for what it prints. Programs are started by
+    tools/run/processes.py, which also waits for their end.
     """
-
-    unfinished = set()  # `end_all` ends those that nobody has waited for
-
-    def __init__(self, words, cwd, merged=False, **env):
-        self.out = tempfile.TemporaryFile()  # noqa: SIM115  closed by finish()
-        self.err = tempfile.TemporaryFile()  # noqa: SIM115
-        environment, words = clean_env(**env), [str(word) for word in words]
-        if uses_fork_server(words, [cwd, environment.get("PYTHONPATH", "")]):
-            share_a_fork_server()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        self.unfinished.add(self)
-        if self.pid == 0:
-            os.setsid()
-            # If a pytest is killed, SIGTERM ends its forks, and torchrun their ranks.
-            torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # on Linux
-            os.dup2(self.out.fileno(), 1)
-            os.dup2((self.out if merged else self.err).fileno(), 2)
-            os.chdir(cwd)
-            exit_as(functools.partial(become, words), environment)
-
-    def finish(self, timeout_s=None):
-        """Wait for its end: Done. If it hangs, end all that it started: TimedOut."""
-        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-        deadline, in_time = time.monotonic() + timeout_s, True
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if in_time and time.monotonic() > deadline:
-                in_time, family = False, processes.descendants(self.pid)
-                for number in (signal.SIGABRT, signal.SIGKILL):  # first the stacks
-                    for pid in reversed(family):  # a rank ends with its parent
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
-                        time.sleep(0.03)  # one stack after the other
-                    os.killpg(self.pid, number)
-                    time.sleep(0.5)
-            time.sleep(0.01)
-        self.unfinished.discard(self)
-        texts = []
-        for file in (self.out, self.err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-            file.close()
-        if not in_time:
-            raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
-        return Done(os.waitstatus_to_exitcode(ended[1]), *texts)
+    if uses_fork_server(words, [cwd, environment.get("PYTHONPATH", "")]):
+        share_a_fork_server()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        # If a pytest is killed, SIGTERM ends its forks, and torchrun their ranks.
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # on Linux
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        become_and_exit(words, cwd, environment)
+    return pid
 
 
-def end_all():
-    """End the forks that nobody has waited for, as after a failure beside them."""
-    for fork in list(Fork.unfinished):
-        with contextlib.suppress(TimedOut):
-            fork.finish(timeout_s=0)
-
-
-def exit_as(program, environment):
-    """In a fork: call `program`, then exit with its status. Never returns."""
+def become_and_exit(words, cwd, environment):
+    """In a fork: `become` the program, then exit with its status. Never returns."""
     status = 1
     try:
         gc.freeze()  # or each collection would copy all that the parent has: 0.2 s
@@ -250,7 +207,8 @@ def exit_as(program, environment):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.enable(2)
         try:
-            program()
+            os.chdir(cwd)
+            become(words)
             status = 0
         except SystemExit as end:
             if isinstance(end.code, str):

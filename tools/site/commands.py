@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.files import copy_tree, edit
-from tools.run.processes import TimedOut, clean_env, left_over
+from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
 from tools.site.pages import Block, Page
 
@@ -104,54 +103,32 @@ def run(command, tree):
             (copy / name).write_text(text)
         if command.block and command.block.faults:
             edit(copy / command.block.script, *command.block.faults)
-        if command.is_plain():
-            status, output = run_in_fork(shlex.split(command.text), copy)
-        else:
-            status, output = run_in_shell(command.text, copy, folder)
+        status, output = run_words(command, copy, mark=folder)
         return status, output.replace(str(copy), "~")
 
 
-def run_in_fork(words, cwd):
-    from tools.run.warm import Fork  # it imports torch
-
-    env = {"CUDA_VISIBLE_DEVICES": ""}
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        env[name] = value
-    fork = Fork(words, cwd, merged=True, **env)
+def run_words(command, cwd, mark):
+    """(exit status, output). Of a pipe, the last status that is not 0 counts."""
+    env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
+    words = ["bash", "-o", "pipefail", "-c", command.text]
+    if command.is_plain():
+        words = shlex.split(command.text)
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            env[name] = value
+    real = not command.is_plain()
+    program = Program(words, cwd, real, merged=True, **env)
     try:
-        status, output, _ = fork.finish(TIMEOUT_S)
+        status, output, _ = program.finish(TIMEOUT_S)
     except TimedOut as error:
-        return 124, str(error)
-    with contextlib.suppress(ProcessLookupError):  # as it should be
-        os.killpg(fork.pid, signal.SIGKILL)
+        status, output = 124, str(error)
+    if left_over(mark, PATIENCE_S):  # it has killed them
         status = 124
-    return status, output
-
-
-def run_in_shell(text, cwd, folder):
-    """Of a pipe, the last exit status that is not 0 counts."""
-    output = Path(folder, "output")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with open(output, "wb") as out:
-        process = subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", text],
-            cwd=cwd,
-            env=clean_env(PATH=path, CUDA_VISIBLE_DEVICES="", MARK=folder),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    if not real:  # forks have their parent's environment, without a mark
+        with contextlib.suppress(ProcessLookupError):  # as it should be
+            os.killpg(program.pid, signal.SIGKILL)
             status = 124
-            out.write(f"no end within {TIMEOUT_S} s\n".encode())
-    if left_over(folder, PATIENCE_S):  # it has killed them
-        status = 124
-    process.wait()
-    return status, output.read_bytes().decode(errors="replace")
+    return status, output
 
 
 def console(block, output):
