@@ -106,10 +106,10 @@ def run(hosts, *words, ranks=1):
     hosts: with so many ranks each; an empty list is this machine.
     """
     meet = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", "--rdzv-endpoint=node0"]
-    launcher = ["torch.distributed.run", *(meet if hosts else ["--standalone"])]
+    launcher = ["torchrun", *(meet if hosts else ["--standalone"])]
     module = ["benchmarks.diloco", "--compile=off", *words]
-    words = [*launcher, f"--nproc-per-node={ranks}", "-m", *module]
-    command, env = [sys.executable, "-m", *words], {"PYTHONPATH": ROOT}
+    command = [*launcher, f"--nproc-per-node={ranks}", "-m", *module]
+    env = {"PYTHONPATH": ROOT}
     if hosts:
         jobs = [host.start(command, GLOO_SOCKET_IFNAME="eth0", **env) for host in hosts]
     else:

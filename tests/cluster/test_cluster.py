@@ -10,7 +10,6 @@ recoveries took.
 
 import re
 import shutil
-import sys
 import time
 
 import pytest
@@ -37,7 +36,7 @@ RESET = "Connection reset by peer|Connection closed by peer|Broken pipe"
 
 
 def torchrun(script, *args, nnodes=2, nproc=1, host="node0", restarts=3, options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}"]
+    command = ["torchrun", f"--nnodes={nnodes}"]
     command += [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500"]
     return [*command, "--rdzv-conf", RENDEZVOUS, *options, script, *args]

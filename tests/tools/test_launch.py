@@ -1,12 +1,13 @@
-"""Scripts of another layout than ours do not keep the tests from being found."""
+"""What is read from a script in order to launch it: any layout will do."""
 
 import re
 
 import pytest
 
-from tools.files import copy_tree
+from tools.files import copy_tree, edit
+from tools.run.launch import options_of, plant
 from tools.run.processes import Program
-from tools.scripts import ROOT
+from tools.scripts import ROOT, InputError
 
 pytestmark = pytest.mark.waits
 
@@ -25,3 +26,13 @@ def test_scripts_of_another_layout_are_collected(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     for name in "dense", "without":
         assert f"test_a_script_trains_as_on_the_cpu[variants/{name}.py" in done.stdout
+
+
+def test_ranks_that_share_a_batch_are_all_ranks_there_are(tmp_path):
+    """One option of the docstring's command says how many: wherever it stands."""
+    script = plant("variants/tensor_parallel.py", tmp_path)
+    edit(script, (" --split 2\n", " --split 2 --seed 7\n"))
+    assert options_of(script, 4) == ["--split", "4", "--seed", "7"]
+    edit(script, (" --split 2 ", " --split 8 "))
+    with pytest.raises(InputError, match="no option of its command has the value"):
+        options_of(script, 4)

@@ -225,8 +225,8 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
 
     def on_host(host, nr, total, script):
         options = ("--nodes", 2, "--nr", nr, "--master-addr", "node0", "--wait", 20)
-        _, *words = command(script, total, 2, *options, nprocs=1)
-        return host.start([sys.executable, *words], **environment(script, env))
+        words = command(script, total, 2, *options, nprocs=1)
+        return host.start(words, **environment(script, env))
 
     with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
         first, _ = (on_host(x, nr, 10**6, slow) for nr, x in enumerate(hosts))

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 
 import pytest
 import torch
@@ -126,8 +125,8 @@ NO_SLURM = slurm_cluster.why_not()
 @pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
 def test_a_real_srun_starts_the_ranks(tmp_path):
     """Two on each of two nodes, which are hosts of their own."""
-    words = [sys.executable, *PYTHON[1:], 2, 2, "--gpu-mode", "ddp2"]
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *words, "--batch-size", 16]
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *PYTHON, 2, 2]
+    srun += ["--gpu-mode", "ddp2", "--batch-size", 16]
     slurm = ["python", "-m", "tools.run.slurm_cluster", 2, "--"]
     words = [*slurm, *srun]
     done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()

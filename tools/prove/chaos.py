@@ -29,7 +29,6 @@ import random
 import re
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -236,9 +235,9 @@ def disturb(job, kills, seed, kinds, steps_per_epoch, start_s):
 def train(hosts, script, kills, seed, nprocs, kinds, env):
     """Do it all and print it."""
     epochs = SAVE_EVERY * (kills + 3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["torchrun", "--standalone"]
     if len(hosts) > 1:
-        command[3:] = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
+        command = ["torchrun", f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
         command += ["--rdzv-endpoint=node0:29500", "--rdzv-conf", IMPATIENT]
     command += [f"--nproc-per-node={nprocs}", f"--max-restarts={10 * kills}"]
     command += [script, epochs, SAVE_EVERY]

@@ -110,13 +110,14 @@ def run(command, tree):
 def run_words(command, cwd, mark):
     """(exit status, output). Of a pipe, the last status that is not 0 counts."""
     env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
-    words = ["bash", "-o", "pipefail", "-c", command.text]
-    if command.is_plain():
+    real = not command.is_plain()
+    if real:
+        words = ["bash", "-o", "pipefail", "-c", command.text]
+    else:
         words = shlex.split(command.text)
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             env[name] = value
-    real = not command.is_plain()
     program = Program(words, cwd, real, merged=True, **env)
     try:
         status, output, _ = program.finish(TIMEOUT_S)
