@@ -1,7 +1,9 @@
 """Copies of files and of the whole tree, with texts replaced."""
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from tools.scripts import ROOT
 
@@ -19,18 +21,27 @@ def edit(path, *changes):
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "_site", "*.pt", "*.pt.*.tmp")
 
 
-def copy_tree(to, root=ROOT):
-    """Copy the repository at `root`: what git knows of, and new files not ignored.
+def file_names(root=ROOT):
+    """The files of the repository at `root`: what git knows of, and new ones.
 
-    Without git (an unpacked archive, a copy made by this function) it is everything but
+    Without git (an unpacked archive, a copy made by `copy_tree`) they are all but
     hidden files and what runs leave behind.
     """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    if listed.returncode:
-        shutil.copytree(root, to, ignore=IGNORED, dirs_exist_ok=True)
-        return
-    for name in listed.stdout.splitlines():
-        if (root / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(root / name, to / name)
+    if listed.returncode == 0:
+        names = listed.stdout.splitlines()
+        return sorted(name for name in names if (root / name).is_file())
+    found = []
+    for folder, folders, names in os.walk(root):
+        left_out = IGNORED(folder, folders + names)
+        folders[:] = set(folders) - left_out
+        found += [Path(folder, name) for name in set(names) - left_out]
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def copy_tree(to, root=ROOT):
+    """Copy the files of the repository at `root`."""
+    for name in file_names(root):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, to / name)

@@ -1,6 +1,6 @@
 """How many bytes a rank holds for each parameter of a model, with AdamW.
 
-torchrun --standalone --nproc-per-node=4 -m docs.sharding.memory
+torchrun --standalone --nproc-per-node=4 -m docs.7_sharding.memory
 """
 
 import torch

@@ -1,5 +1,7 @@
 """step2.py on many devices: one process for each, gradients averaged.
 
+Parent: docs/convert_your_script/step2.py
+
 torchrun --standalone --nproc-per-node=2 docs/convert_your_script/after.py
 """
 

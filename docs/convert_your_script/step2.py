@@ -1,5 +1,7 @@
 """before.py, repeatable and resumable: the last step on one device.
 
+Parent: docs/convert_your_script/before.py
+
 python docs/convert_your_script/step2.py
 """
 

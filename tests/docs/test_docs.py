@@ -2,12 +2,13 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tools.files import copy_tree
 from tools.run.processes import Program
-from tools.scripts import PARENTS, ROOT, commands, own_tests
+from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
 from tools.site.pages import GROUPS, TEST, page_names, parse
 
 PAGES = page_names()
@@ -72,11 +73,16 @@ def test_the_tests_that_are_named_exist(page):
         assert f"\ndef {name}(" in text_of(path), (name, path)
 
 
-def test_which_one_names_scripts_that_are_there():
-    text = text_of("docs/pictures/which_one.svg")
-    shown = set(re.findall(r"(?<=>)\w+\.py(?=</text>)", text))
-    there = {x.name for x in [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]}
-    assert shown == there - {"utils.py", "__init__.py"}
+def test_which_one_names_every_script():
+    """In its picture, in its questions, and below them with a command."""
+    questions, below = text_of("docs/which_one.md").split("\n## Run it\n")
+    picture = text_of("docs/pictures/which_one.svg")
+    asked = {*re.findall(r"\]\(\.\./([\w/]+\.py)\)", questions)}
+    shown = {*re.findall(r"(?<=>)\w+\.py(?=</text>)", picture)}
+    assert asked == {*SCRIPTS, "variants/train_loop.py"}
+    assert shown == {Path(name).name for name in asked}
+    stems = [Path(name).stem for name in asked if "/" in name]
+    assert not [x for x in stems if not re.search(rf"variants.{x} |\[{x}.py", below)]
 
 
 def test_every_page_is_in_one_group():
@@ -132,10 +138,13 @@ def test_it_finds(copy, fault):
 
 SLEEP = "sleep 60"
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
+SPEED = RUN.replace("echo 0.5", "echo '0.5 | 7 samples/s | 3.1 s | pid: 8'")
+SPEED = SPEED.replace("\n0.5", "\n0.5 | [...] | pid: [...]")
 NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
     "nothing wrong": (RUN + NOT_RUN, 0, ""),
-    "what varies": (RUN.replace("0.5", "loss 1.0, 7 samples/s, pid: 8"), 0, ""),
+    "what varies": (SPEED, 0, ""),
+    "a speed that is shown": (SPEED.replace("| [...]", "| 7 samples/s"), 1, ": stale"),
     "another number": (RUN.replace("\n0.5", "\n0.502"), 1, ": stale"),
     "it fails": (RUN.replace("run echo", "run ! echo"), 1, "exit status 1"),
     "it does not end": (RUN.replace("run", f"run {SLEEP};"), 1, "exit status 124"),

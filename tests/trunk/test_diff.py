@@ -1,21 +1,13 @@
-"""The diff is the product: within budget, no noise, the parent's order kept."""
+"""The diff is the product: no noise, the parent's order kept."""
 
 import ast
 
 import pytest
 
-from tools.diffs import changed_lines, hunks, inside_and_own, mix
+from tools.diffs import changed_lines, hunks, mix
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, commands, docstring
 
-BUDGETS = {  # changed lines, blank ones apart
-    ("single_gpu.py", "multigpu.py"): 46,
-    ("multigpu.py", "multinode.py"): 37,
-    ("single_gpu.py", "multinode.py"): 50,
-    ("mingpt/model.py", "mingpt/modern.py"): 100,
-}
-INSIDE, OWN = 40, 80  # of a variant: inside what its parent has, and of its own
-LINES = {"single_gpu.py": 160, "multigpu.py": 190, "multinode.py": 194, "utils.py": 270}
-ALL = sorted({*ALL_EDGES, *BUDGETS})
+ALL = [*ALL_EDGES, ("single_gpu.py", "multinode.py")]
 METHODS = ["__init__", "train", "_run_epoch", "_run_batch", "_evaluate"]
 METHODS += ["_save_snapshot", "_load_snapshot"]
 FUNCTIONS = ["ddp_setup", "load_train_objs", "prepare_dataloader", "main"]
@@ -35,23 +27,10 @@ def test_a_mix_has_the_hunks_that_it_is_given(parent, child):
 
 
 @pytest.mark.text
-def test_the_root_holds_three_scripts_and_is_small():
-    assert sorted(x.name for x in ROOT.glob("*.py")) == sorted(LINES)
-    assert sorted(x for x in SCRIPTS if "/" not in x) == sorted(LINES)[:3]
-    sizes = {name: len(text(name).splitlines()) for name in LINES}
-    assert not {name: n for name, n in sizes.items() if n > LINES[name]}
-
-
-@pytest.mark.text
-@pytest.mark.parametrize(("parent", "child"), ALL)
-def test_budget(parent, child):
-    if (parent, child) in BUDGETS:
-        lines = changed_lines(parent, child)
-        assert len(lines) <= BUDGETS[parent, child], "\n".join(lines)
-    else:
-        inside, own = inside_and_own(parent, child)
-        assert len(inside) <= INSIDE, "\n".join(inside)
-        assert len(own) <= OWN, "\n".join(own)
+def test_the_root_holds_three_scripts():
+    there = [path.name for path in ROOT.glob("*.py")]
+    assert sorted(there) == ["multigpu.py", "multinode.py", "single_gpu.py", "utils.py"]
+    assert len([name for name in SCRIPTS if "/" not in name]) == 3
 
 
 @pytest.mark.text

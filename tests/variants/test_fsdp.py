@@ -215,7 +215,7 @@ def test_hsdp_sends_less_between_machines(tmp_path):
 def test_the_table_of_the_chapter():
     """Bytes of each parameter: the formula, and what 4 ranks hold. What is whole."""
     words = ["torchrun", "--standalone", "--nproc-per-node=4"]
-    done = Program([*words, "-m", "docs.sharding.memory"], ROOT).finish()
+    done = Program([*words, "-m", "docs.7_sharding.memory"], ROOT).finish()
     rows = re.findall(r"formula +([\d.]+) \| +([\d.]+)", done.stdout)
     assert rows == [(x, x) for x in ("16.0", "10.0", "8.0", "4.0")]
     kept = [float(x) for x in re.findall(r"activations.*\| ([\d.]+)", done.stdout)]

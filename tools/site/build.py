@@ -14,7 +14,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- scripts -->                          the table of the scripts
     <!-- contents -->                       the list of all pages, by group
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
-                                            repository, on the CPU; it must end well
+                                            repository, on the CPU; it must end well;
+                                            speeds and pids are shown as [...]
     <!-- run (exit status 1) COMMAND -->    ... or with this exit status
     <!-- run (show `x` `y`) COMMAND -->     ... only lines that match x or y (regular
                                             expressions); what is cut is marked [...]
@@ -62,13 +63,19 @@ FIRST_CHAPTER = "1_single_gpu"  # it reads the script that has no parent
 # What stands between the markers
 
 
+def place_of(block, hunk):
+    """The line above a hunk. No line number: any change above would make it stale."""
+    where = f"{block.new} in {hunk.scope}" if hunk.scope else block.new
+    return f"@@ {where} @@"
+
+
 def shown_lines(block):
     """The changed lines that match, below the name of what they stand in."""
     lines, above, left = [], "", set(block.show)
     for hunk in hunks(block.old, block.new):
         for line in hunk.lines:
             if found := {x for x in block.show if re.search(x, line)}:
-                place = f"@@ in {hunk.scope or block.new} @@"
+                place = place_of(block, hunk)
                 lines += [line] if place == above else [place, line]
                 above, left = place, left - found
     if left:
@@ -80,7 +87,7 @@ CONTEXT = 2  # unchanged lines around a hunk
 
 
 def hunk_diff(block):
-    """The block's hunks, each under a line that numbers and places it."""
+    """The block's hunks, with some lines around each."""
     there, new = hunks(block.old, block.new), scripts.read_lines(block.new)
     changed = {
         number
@@ -100,10 +107,7 @@ def hunk_diff(block):
         start, end = hunk.new_start, hunk.new_start + len(hunk.added)
         before = unchanged(range(start - 1, start - 1 - CONTEXT, -1))[::-1]
         after = unchanged(range(end, end + CONTEXT))
-        where = f" in {hunk.scope}" if hunk.scope else ""
-        where = f"{block.new} line {start}{where}"
-        lines += [f"@@ change {hunk.number} of {len(there)}: {where} @@"]
-        lines += [*before, *hunk.lines, *after]
+        lines += [place_of(block, hunk), *before, *hunk.lines, *after]
     return ["```diff", *lines, "```"]
 
 

@@ -20,26 +20,28 @@ from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
 from tools.site.pages import Block, Page
 
-CUT = "[...]"  # stands for lines that are not shown
+CUT = "[...]"  # stands for what is not shown: lines, and HIDDEN in a line
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
 PATIENCE_S = 0.2  # for processes that are about to end when their command has ended
 COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 
-VARIES = [
-    r"[\d,]+(?= (?:samples|tokens)/s)",
-    r"\d+% of [\d.]+(?= TFLOP/s)",
-    r"\d+ min \d+(?= s left)",
-    r" *\d+\.\d+ ms +\d+%",  # in columns
-    r"\d+\.\d+ ?m?s\b",
-    r"\d+\.\d+(?= small all-reduces)",
+# What no reader needs and each run prints anew. With the speed goes the time that a
+# script may print beside it, so that such a change makes no page stale.
+HIDDEN = [
+    r"(?<=\| )[\d,]+ (?:samples|tokens)/s(?:(?:,| \|) [\d.,]+ m?s\b)*",
     r"(?<=pid: )\d+",
-    r"(?<=port )\d+",
-    r"(?<=:)\d{4,5}\b",
-    r"0x[0-9a-f]+",
-    r"(?<=line )\d+",
-    r"\b\w*\d[\w-]*(?=\]:)",
     r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*",
     r"\b[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+",
+]
+# What is shown, and may differ from run to run
+VARIES = [
+    r" *\d+\.\d+ ms +\d+%",  # in columns
+    r"\d+\.\d+ ?m?s\b",
+    r"(?<=:)\d{4,5}\b",  # a port
+    r"0x[0-9a-f]+",
+    r"(?<=line )\d+",
+    r"(?m)^@@ -[\d,]+ \+[\d,]+ @@",  # a patch is found by its context, too
+    r"\b\w*\d[\w-]*(?=\]:)",
     r"/\S*/(?=\S)",
 ]
 
@@ -141,8 +143,16 @@ def console(block, output):
     if len(changes) > 1 and path.exists():
         above = [f"With {block.script} changed:", "", *patch(path, block.faults), ""]
     shown = [line.rstrip() for line in output.splitlines()]
-    lines = [f"$ {block.text}", *(cut(shown, block.show) if block.show else shown)]
-    return [*above, "```console", *lines, "```"]
+    if block.show:
+        shown = cut(shown, block.show)
+    shown = [hide(line) for line in shown]
+    return [*above, "```console", f"$ {block.text}", *shown, "```"]
+
+
+def hide(line):
+    for pattern in HIDDEN:
+        line = re.sub(pattern, CUT, line)
+    return line
 
 
 def patch(path, changes):

@@ -16,7 +16,7 @@ from urllib.parse import urljoin, urlsplit
 from docutils import nodes
 
 from tools.diffs import hunks
-from tools.site.commands import VARIES, same
+from tools.site.commands import CUT, VARIES, same
 from tools.site.pages import parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
@@ -91,8 +91,8 @@ def losses(*outputs):
 
 
 def masked(text):
-    """A text with a ~ for each character that varies from run to run."""
-    for pattern in VARIES:
+    """A text with a ~ for each character that varies or is not shown."""
+    for pattern in [*VARIES, re.escape(CUT)]:
         text = re.sub(pattern, lambda x: "~" * len(x[0]), text)
     return text
 

@@ -1,0 +1,27 @@
+"""The check of one script says what is left to do."""
+
+import pytest
+
+from tools.files import copy_tree, edit
+from tools.run.warm import Fork
+
+
+@pytest.mark.waits
+def test_what_a_new_script_lacks_is_listed(tmp_path):
+    copy_tree(tmp_path)
+    script = tmp_path / "variants" / "new.py"
+    script.write_text((tmp_path / "multigpu.py").read_text())
+    edit(script, ("Parent: single_gpu.py", "Parent: multigpu.py"))
+    edit(script, ("python multigpu.py", "python -m variants.new"))
+    edit(tmp_path / "utils.py", ("import math\n", "import  math\n"))
+    words = ["python", "-m", "tools.prove.check", "--text", "variants/new.py"]
+    done = Fork(words, tmp_path).finish()
+    left = [x for x in done.stdout.splitlines() if x.startswith("- ")]
+    places = "docs/new.md", "docs/which_one.md", "docs/pictures/which_one.svg"
+    for place in (*places, "tests/variants/test_new.py"):
+        assert [x for x in left if x.startswith(f"- {place}: ")], place
+    assert "- python -m ruff format --check ." in left
+    assert "- python -m tools.site.build --check --diffs" in left
+    assert "python -m ruff check .: ok, " in done.stdout
+    assert done.returncode == 1
+    assert not done.stdout.endswith("done\n")

@@ -1,0 +1,157 @@
+"""How large the repository is, and how large it may be.
+
+    python -m tools.size
+
+Of Python, tokens count: names, numbers, strings and operators, without comments and
+layout. So it costs nothing to split a line into clearer ones. "Own" tokens stand on
+lines that the file does not have from its parent. Of a page, words count, but not its
+code, its markers and its lists of tests. Of a diff, changed lines count, but not blank
+ones. Of many files of a kind it shows the largest. A line of 18 tokens or more is
+dense: in click's and nanochat's code, 4 to 10 % of the lines are.
+
+Exit status 1: something is too large.
+"""
+
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+from tools.diffs import changed_lines, inside_and_own, matcher
+from tools.files import file_names
+from tools.scripts import PARENTS, read_lines, variants
+
+READ_FIRST = {
+    "single_gpu.py": 1_050,
+    "multigpu.py": 1_330,
+    "multinode.py": 1_340,
+    "utils.py": 2_050,
+    "mingpt/": 13_100,
+}
+OWN = {"": 155_000, "tests/": 75_000, "tools/": 24_500}
+DIFFS = {
+    "single_gpu.py multigpu.py": 50,
+    "multigpu.py multinode.py": 38,
+    "single_gpu.py multinode.py": 54,
+    "mingpt/model.py mingpt/modern.py": 100,
+}
+INSIDE_A_VARIANT = 45
+FUNCTIONS_OF_A_VARIANT = 90
+WORDS = 52_000
+WORDS_OF_A_VARIANT = 1_600
+WORDS_OF_A_CHAPTER = 3_000
+README_LINES = 180
+FOLDERS = 7
+DENSE = 18  # tokens in a line
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def text_of(name):
+    return "\n".join(read_lines(name)) + "\n"
+
+
+def tokens_of(name):
+    """{line: how many tokens begin in it}"""
+    tokens = tokenize.generate_tokens(io.StringIO(text_of(name)).readline)
+    return Counter(token.start[0] for token in tokens if token.type not in LAYOUT)
+
+
+def parent_of(name):
+    """The file that this one is a changed copy of, or None."""
+    head = "\n".join(read_lines(name)[:3])
+    named = re.search(r"Parent: ([\w/-]+\.py)", head)
+    return named[1] if named else PARENTS.get(name)
+
+
+def own_tokens(name):
+    """`tokens_of` the lines that are no verbatim copy of the parent's."""
+    tokens, parent = tokens_of(name), parent_of(name)
+    if parent:
+        both = read_lines(parent), read_lines(name)
+        for _, start, length in matcher(*both).get_matching_blocks():
+            for line in range(start + 1, start + 1 + length):
+                tokens.pop(line, None)
+    return tokens
+
+
+def words_of(name):
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text_of(name), flags=re.S)
+    return len(re.sub(r"^Tests:.*$", "", text, flags=re.M).split())
+
+
+def sizes():
+    """Yield (what is counted, the ceiling, {name: size})."""
+    names = file_names()
+    python = [name for name in names if name.endswith(".py")]
+    whole = {name: tokens_of(name).total() for name in python}
+    own = {name: own_tokens(name).total() for name in python}
+
+    def under(prefix, counts):
+        return sum(counts[name] for name in counts if name.startswith(prefix))
+
+    for prefix, most in READ_FIRST.items():
+        yield "tokens", most, {prefix: under(prefix, whole)}
+    for prefix, most in OWN.items():
+        yield "own tokens", most, {prefix or "all Python": under(prefix, own)}
+
+    for pair, most in DIFFS.items():
+        yield "changed lines", most, {pair: len(changed_lines(*pair.split()))}
+    inside, functions = {}, {}
+    for name in variants():
+        changed, added = inside_and_own(PARENTS[name], name)
+        inside[name], functions[name] = len(changed), len(added)
+    yield "changed lines inside", INSIDE_A_VARIANT, inside
+    yield "lines of functions", FUNCTIONS_OF_A_VARIANT, functions
+
+    docs = [name for name in names if re.fullmatch(r"docs/.*\.md", name)]
+    words = {name: words_of(name) for name in docs}
+    stems = {Path(name).stem for name in variants()}
+    of_variants = {name: words[name] for name in docs if Path(name).stem in stems}
+    others = {name: words[name] for name in docs if name not in of_variants}
+    yield "words", WORDS, {"docs/": sum(words.values())}
+    yield "words", WORDS_OF_A_VARIANT, of_variants
+    yield "words", WORDS_OF_A_CHAPTER, others
+    yield "lines", README_LINES, {"README.md": len(read_lines("README.md"))}
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    folders = [name for name in folders if not name.startswith(".")]
+    yield "folders", FOLDERS, {"the root": len(folders)}
+
+
+def too_large(found):
+    """A line for each of `sizes` that is above its ceiling."""
+    return [
+        f"{name}: {size:,} {what}, at most {most:,}"
+        for what, most, counts in found
+        for name, size in counts.items()
+        if size > most
+    ]
+
+
+def show(found):
+    """Print the largest of each kind, and how dense the lines of each folder are."""
+    for what, most, counts in found:
+        name = max(counts, key=counts.get)
+        print(f"{counts[name]:8,} of {most:7,} {what}: {name}")
+    for prefix in ("utils.py", "variants/", "mingpt/", "cluster/", "tools/", "tests/"):
+        names = [x for x in file_names() if x.startswith(prefix) and x.endswith(".py")]
+        lines = [count for name in names for count in own_tokens(name).values()]
+        average = sum(lines) / len(lines)
+        share = sum(count >= DENSE for count in lines) / len(lines)
+        print(f"{average:8.1f} tokens a line, {share:3.0%} dense: {prefix}")
+
+
+if __name__ == "__main__":
+    found = list(sizes())
+    show(found)
+    wrong = too_large(found)
+    print(*wrong, sep="\n")
+    sys.exit(bool(wrong))

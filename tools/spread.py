@@ -1,0 +1,54 @@
+"""Carry a change of a script into the scripts that come from it.
+
+    python -m tools.spread
+
+Edit a script, such as multigpu.py, and type this before you commit. Each script below
+it gets what has changed in its parent since the last commit, as `git merge` would do
+it: a script's own changes stay. Where both have changed the same lines, the script is
+left as it was, and it is listed: edit it by hand, and type the command again for those
+below it. Exit status 1 if there is such a script.
+
+Not reached are mingpt/train.py and variants/train_loop.py, which have no parent.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.scripts import ALL_EDGES, ROOT, ancestry
+
+
+def merge(parent, child, root):
+    """`child` with what has changed in `parent` since the last commit, or None."""
+    words = ["git", "show", f"HEAD:{parent}"]
+    base = subprocess.run(words, cwd=root, check=True, stdout=subprocess.PIPE).stdout
+    with tempfile.NamedTemporaryFile() as committed:
+        committed.write(base)
+        committed.flush()
+        words = ["git", "merge-file", "-p", "-q", child, committed.name, parent]
+        done = subprocess.run(words, cwd=root, stdout=subprocess.PIPE)
+    return done.stdout if done.returncode == 0 else None
+
+
+def spread(root=ROOT):
+    """The scripts that were changed, and those that need a hand."""
+    changed, conflicts = [], []
+    for parent, child in sorted(ALL_EDGES, key=lambda edge: len(ancestry(edge[1]))):
+        path = Path(root, child)
+        text = merge(parent, child, root)
+        if text is None:
+            conflicts.append(child)
+        elif text != path.read_bytes():
+            path.write_bytes(text)
+            changed.append(child)
+    return changed, conflicts
+
+
+if __name__ == "__main__":
+    changed, conflicts = spread()
+    for name in changed:
+        print(f"{name}: changed")
+    for name in conflicts:
+        print(f"{name}: edit it by hand, it has changed the same lines itself")
+    sys.exit(bool(conflicts))
