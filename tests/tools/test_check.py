@@ -3,7 +3,7 @@
 import pytest
 
 from tools.files import copy_tree, edit
-from tools.run.warm import Fork
+from tools.run.processes import Program
 
 
 @pytest.mark.waits
@@ -15,7 +15,7 @@ def test_what_a_new_script_lacks_is_listed(tmp_path):
     edit(script, ("python multigpu.py", "python -m variants.new"))
     edit(tmp_path / "utils.py", ("import math\n", "import  math\n"))
     words = ["python", "-m", "tools.prove.check", "--text", "variants/new.py"]
-    done = Fork(words, tmp_path).finish()
+    done = Program(words, tmp_path).finish()
     left = [x for x in done.stdout.splitlines() if x.startswith("- ")]
     places = "docs/new.md", "docs/which_one.md", "docs/pictures/which_one.svg"
     for place in (*places, "tests/variants/test_new.py"):
