@@ -29,7 +29,7 @@ from tools.run.launch import (
 )
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits, shape_of, weights
-from tools.scripts import EDGES, ROOT, SCRIPTS
+from tools.scripts import EDGES, ROOT, SCRIPTS, own_tests
 
 SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
 
@@ -44,8 +44,8 @@ def real(names):
 def test_a_task_of_its_own_has_a_test_of_its_own(name):
     """Where `test_learns` below does not know what can be reached."""
     if name not in OF_THE_TRUNKS_TASK:
-        own_tests = ROOT / "tests" / f"test_{Path(name).stem}.py"
-        assert "\ndef test_learns(typed)" in own_tests.read_text()
+        text = (ROOT / own_tests(name)).read_text()
+        assert "\ndef test_learns(typed)" in text
 
 
 def has_learnt(done, epochs):
