@@ -55,7 +55,7 @@ def commands(name):
 
 
 def tree(path):
-    """The syntax tree of a file; an empty one if it is no Python."""
+    """The syntax tree of a file, by name or absolute path; empty if it is no Python."""
     try:
         return ast.parse((ROOT / path).read_bytes())
     except SyntaxError:

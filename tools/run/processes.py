@@ -148,13 +148,17 @@ class Program:
 
     def _end(self):
         family = descendants(self.pid)
-        for number in (signal.SIGABRT, signal.SIGKILL):  # first the stacks
+        if not self.process:  # a fork shows its stack first
             for pid in reversed(family):  # a rank ends with its parent
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGABRT)
                 time.sleep(0.03)  # one stack after the other
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, signal.SIGABRT)
             time.sleep(0.5)
+        os.killpg(self.pid, signal.SIGKILL)  # before the others: a shell would go on
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         wait_until(lambda: self.poll() is not None)
 
 

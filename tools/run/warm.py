@@ -52,7 +52,7 @@ def become(words):
     path = importlib.util.find_spec(script).origin if is_module else script
     # A script that spawns its ranks forks once more here, so that it must not compute
     # with several threads before.
-    if "spawn" not in calls(path):
+    if "spawn" not in calls(os.path.abspath(path)):
         use_fresh_threads()
     torch.multiprocessing.spawn = _spawn
     run_main(script, arguments, is_module)
@@ -154,7 +154,7 @@ def uses_fork_server(words, folders):
     """Whether a script or a file of tests that `words` name has "forkserver" in it."""
     names = [x.partition("::")[0] for x in words if ".py" in x]
     names += [f"{x.replace('.', '/')}.py" for x in words]  # after -m
-    paths = {os.path.join(folder, name) for folder in folders for name in names}
+    paths = {Path(folder, name).resolve() for folder in folders for name in names}
     nodes = [x for path in filter(os.path.isfile, paths) for x in ast.walk(tree(path))]
     return any(getattr(x, "value", None) == "forkserver" for x in nodes)
 
