@@ -6,7 +6,7 @@ Edit a script, such as multigpu.py, and type this before you commit. Each script
 it gets what has changed in its parent since the last commit, as `git merge` would do
 it: a script's own changes stay. Where both have changed the same lines, the script is
 left as it was, and it is listed: edit it by hand, and type the command again for those
-below it. Exit status 1 if there is such a script.
+below it. It stays in the list until you commit. Exit status 1: the list is not empty.
 
 Not reached are mingpt/train.py and variants/train_loop.py, which have no parent.
 """
