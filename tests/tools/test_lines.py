@@ -62,21 +62,45 @@ def test_every_added_line_is_taken_out_once(parent, child):
 
 # The proof, on a tree with faults
 
-TESTS = "tests/test_planted.py::test_multigpu_"
+TESTS = "tests/test_planted.py"
 NEEDS_LINES = """import pytest
 from tools.run.processes import finish, start
 from tools.scripts import ROOT
 
 TEXT = (ROOT / "multigpu.py").read_text()
+assert "planted_collected = " in TEXT
 
-def test_multigpu_hangs_without_a_line():
-    if "planted_waits = total_epochs" not in TEXT:
+@pytest.fixture
+def in_setup():
+    assert "planted_in_setup = " in TEXT
+
+@pytest.fixture
+def in_teardown():
+    yield
+    assert "planted_in_teardown = " in TEXT
+
+def test_multigpu_hangs_without_a_line(in_setup, in_teardown):
+    if "planted_waits = " not in TEXT:
         finish(start(["sleep", "60"], ROOT), timeout_s=0.5)
 
 @pytest.mark.waits
 def test_multigpu_has_a_line():
-    assert "planted_needed = total_epochs" in TEXT
+    assert "planted_needed = " in TEXT
 """
+CONFTEST = """
+assert "planted_starts = " in (ROOT / "multigpu.py").read_text()
+"""
+HANGS = f"{TESTS}::test_multigpu_hangs_without_a_line"
+VERDICTS = {  # of each planted line, and of an argument in one
+    "planted_useless = ": "NO TEST MISSES IT",
+    "planted_unused=total_epochs in ": "NO TEST MISSES IT",
+    "planted_needed = ": f"{TESTS}::test_multigpu_has_a_line",
+    "planted_waits = ": f"NO VERDICT: {HANGS} times out",
+    "planted_in_setup = ": f"NO VERDICT: {HANGS} fails in its setup",
+    "planted_in_teardown = ": f"NO VERDICT: {HANGS} fails in its teardown",
+    "planted_collected = ": f"NO VERDICT: {TESTS} cannot be collected",
+    "planted_starts = ": "NO VERDICT: pytest does not start",
+}
 PAGE = """# The scripts
 
 <!-- diff single_gpu.py multigpu.py: `planted_useless = dict` -->
@@ -89,19 +113,18 @@ Tests: [test_multigpu_hangs_without_a_line](../tests/test_planted.py), \
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A copy of the tree in which multigpu.py has three more lines.
+    """A copy of the tree in which multigpu.py has the lines of VERDICTS.
 
     Its only page names two tests that miss some of them.
     """
     folder = tmp_path_factory.mktemp("planted")
     copy_tree(folder)
     seam = "    def train(self, total_epochs):\n"
-    lines = """\
-        planted_useless = dict(planted_unused=total_epochs)
-        planted_waits = total_epochs
-        planted_needed = total_epochs
-"""
-    edit(folder / "multigpu.py", (seam, f"{seam}{lines}"))
+    lines = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
+    lines[0] = "planted_useless = dict(planted_unused=total_epochs)"
+    planted = "".join(f"        {line}\n" for line in lines)
+    edit(folder / "multigpu.py", (seam, f"{seam}{planted}"))
+    edit(folder / "tests/conftest.py", ("# Runs\n", f"{CONFTEST}# Runs\n"))
     for page in folder.glob("**/*.md"):
         page.unlink()
     for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
@@ -120,16 +143,11 @@ def prove(root, only):
     return done.returncode, lines, done.stdout
 
 
-def test_what_no_test_misses_is_found_out_and_a_hang_is_no_verdict(planted):
+def test_only_a_test_that_ran_and_failed_kills_a_mutant(planted):
+    """A hang, a fixture, a file or a pytest that fails is no verdict."""
     status, lines, _ = prove(planted, "planted_")
-    missed = {
-        "planted_useless = ": "NO TEST MISSES IT",
-        "planted_unused=total_epochs in ": "NO TEST MISSES IT",
-        "planted_waits = ": f"TIMED OUT: {TESTS}hangs_without_a_line",
-        "planted_needed = ": f"{TESTS}has_a_line",
-    }
-    assert len(lines) == len(missed)
-    for what, verdict in missed.items():
+    assert len(lines) == len(VERDICTS)
+    for what, verdict in VERDICTS.items():
         (line,) = [x for x in lines if f" {what}" in x]
         assert line.endswith(f" {verdict}")
     assert status == 1

@@ -8,8 +8,9 @@ quickest of them first, until one fails. Without names it does all scripts. One 
 to 3 minutes, and more if torchrun starts it.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
-other scripts. As a control, the tests run on the script as it is before. A test that
-times out is no verdict: the others decide.
+other scripts. As a control, the tests run on the script as it is before. Only a test
+that ran and failed kills a mutant. A test that times out, whose fixture fails or that
+pytest cannot collect is no verdict: the others decide.
 
 A script is skipped if it, its parents, utils.py and the tests that its explanations
 name have the same code as in a green run, which tools/prove/green.json records; --full
@@ -46,20 +47,27 @@ JOBS = 2  # mutants tested at once
 GREEN = Path(__file__).with_name("green.json")
 
 
-# In the fork, this module is a plugin of pytest: it leaves out the tests of other
-# scripts, stops at the first failure, but not at a time-out, and writes down `facts`.
+# In the fork, this module is a plugin of pytest: it chooses the tests, stops when one
+# has failed, and writes down `facts`.
 
-facts = {"failed": [], "timed_out": [], "took_s": {}}
+facts = {"killer": "", "no_verdict": [], "took_s": {}}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items[:] = [x for x in items if about(x.nodeid, os.environ["CHILD"])]
+    """Keep the tests that the environment names, in its order.
+
+    They are no arguments of pytest: if one file cannot be imported, it would run none.
+    """
+    order = json.loads(os.environ["TESTS"])
+    found = [x for x in items if function_of(x.nodeid) in order]
+    found = [x for x in found if about(x.nodeid, os.environ["CHILD"])]
+    items[:] = sorted(found, key=lambda item: order.index(function_of(item.nodeid)))
 
 
 def pytest_collectreport(report):
     if report.failed:
-        facts["failed"].append(report.nodeid)
+        facts["no_verdict"].append(f"{report.nodeid} cannot be collected")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,15 +76,22 @@ def pytest_runtest_makereport(item, call):
     test = item.nodeid
     facts["took_s"][test] = facts["took_s"].get(test, 0) + report.duration
     if report.failed and isinstance(call.excinfo.value, TimedOut):
-        facts["timed_out"].append(test)
+        facts["no_verdict"].append(f"{test} times out")
+    elif report.failed and report.when != "call":
+        facts["no_verdict"].append(f"{test} fails in its {report.when}")
     elif report.failed:
-        facts["failed"].append(test)
+        facts["killer"] = test
         item.session.shouldstop = "a test has failed"
     return report
 
 
 def pytest_sessionfinish():
     Path(os.environ["FACTS"]).write_text(json.dumps(facts))
+
+
+def function_of(test):
+    """A test's id without its parameters."""
+    return test.partition("[")[0]
 
 
 def about(test, child):
@@ -99,9 +114,11 @@ class Case:
             (self.folder / child).write_text(mutant.text)
         temporary, self.facts = self.folder / ".tmp", self.folder / ".facts"
         temporary.mkdir()
-        words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text", *tests]
-        words += ["-p", "tools.prove.lines"]
+        words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text"]
+        words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
+        words += sorted({test.partition("::")[0] for test in tests})
         env = {"TMPDIR": temporary, "CHILD": child, "FACTS": self.facts}
+        env["TESTS"] = json.dumps(tests)
         env["TEST_TIMEOUT_S"] = os.environ.get("TEST_TIMEOUT_S", WAIT_S)
         self.fork = Fork(words, folder, merged=True, **env)
 
@@ -114,12 +131,12 @@ class Case:
         """(mutant, facts, output)"""
         try:
             output = self.fork.finish(timeout_s=0).stdout
-            found = facts | {"failed": ["pytest does not start"]}
+            found = facts | {"no_verdict": ["pytest does not start"]}
             if self.facts.exists():
                 found = json.loads(self.facts.read_text())
         except TimedOut as error:
-            late = [f"all tests within {LIMIT_S} s"]
-            output, found = str(error), facts | {"timed_out": late}
+            late = f"the tests take more than {LIMIT_S} s"
+            output, found = str(error), facts | {"no_verdict": [late]}
         shutil.rmtree(self.folder)
         return self.mutant, found, output
 
@@ -169,13 +186,14 @@ def prove(edge, only=""):
 
     def took(named):
         """How many seconds the tests that a chapter names so took in the control."""
-        return sum(took_s[x] for x in took_s if x.partition("[")[0] == named)
+        return sum(took_s[x] for x in took_s if function_of(x) == named)
 
     by_file = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
     for _, result, output in run(child, [(None, [*x]) for _, x in by_file]):
         took_s |= result["took_s"]
-        if wrong := result["failed"] + result["timed_out"]:
-            bad.append(f"{wrong[0]} fails in the control\n{output}")
+        wrong = [result["killer"], *result["no_verdict"]]
+        if any(wrong):
+            bad.append(f"The control is not green: {' '.join(wrong)}\n{output}")
     bad = bad or [f"{x} does not run in the control" for x in tests if not took(x)]
     if not bad:
         tasks = [(x, sorted(named[x.line], key=took)) for x in found]
@@ -190,13 +208,12 @@ def prove(edge, only=""):
 
 def report(child, mutant, result, bad):
     """Print one line, which is `bad` unless a test has failed."""
-    verdict = "NO TEST MISSES IT"
-    if result["timed_out"]:
-        verdict = f"TIMED OUT: {', '.join(result['timed_out'])}"
-    line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70}"
-    line = f"{line} {(result['failed'] or [verdict])[0]}"
+    verdict = result["killer"] or "NO TEST MISSES IT"
+    if result["no_verdict"] and not result["killer"]:
+        verdict = f"NO VERDICT: {', '.join(result['no_verdict'])}"
+    line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
     print(line, flush=True)
-    bad += [] if result["failed"] else [line]
+    bad += [] if result["killer"] else [line]
 
 
 # Green runs
