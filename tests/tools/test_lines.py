@@ -153,14 +153,115 @@ def test_only_a_test_that_ran_and_failed_kills_a_mutant(planted):
     assert status == 1
 
 
-def test_only_what_has_not_changed_since_a_green_run_is_skipped(tmp_path, monkeypatch):
-    edges, proven = [("single_gpu.py", "multigpu.py")], []
+# What is proven already
+
+FILES = {
+    "script.py": """import utils
+def first(a):
+    b = utils.called(a)
+    c = 1  # why
+def second(a):
+    d = 1
+""",
+    "utils.py": """
+def called(a):
+    return deeper(a)
+def deeper(a):
+    return 1
+def another(a):
+    return 2
+""",
+    "tests/test_them.py": """import os
+SIZE = 3
+@pytest.mark.waits
+def test_named():
+    assert SIZE == 4
+def test_another():
+    assert SIZE == 5
+""",
+}
+CHANGES = [  # a text of a file, another one, and the lines that are proven once more
+    ("script.py", "c = 1", "c = 2", [3, 4]),
+    ("script.py", "d = 1", "d = 2", [6]),
+    ("script.py", "# why", "# because", []),
+    ("utils.py", "return deeper(a)", "return 1", [3, 4]),
+    ("utils.py", "return 1", "return 3", [3, 4]),
+    ("utils.py", "return 2", "return 3", []),
+    ("tests/test_them.py", "SIZE == 4", "SIZE == 3", [3, 4, 6]),
+    ("tests/test_them.py", "SIZE = 3", "SIZE = 4", [3, 4, 6]),
+    ("tests/test_them.py", "SIZE == 5", "SIZE == 3", []),
+    ("tests/test_them.py", "import os", "import sys", []),
+    ("tests/test_them.py", "@pytest.mark.waits", "# quick now", []),
+]
+
+
+def keys(root, monkeypatch, test="tests/test_them.py::test_named"):
+    """{line: the key of the mutant there} of script.py, which adds all lines."""
+    monkeypatch.setattr(lines, "ROOT", root)
+    for function in (lines.code_of_utils, lines.code_of_test):
+        function.cache_clear()
+    text = (root / "script.py").read_text()
+    made = mutants("import utils\ndef first(a):\n    0\ndef second(a):\n    0\n", text)
+    made = [x for x in made if x.kind == "statement"]
+    return {x.line: lines.key_of(text, x, [test]) for x in made}
+
+
+@pytest.mark.parametrize(("name", "old", "new", "changed"), CHANGES)
+def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, changed):
+    (tmp_path / "tests").mkdir()
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    before = keys(tmp_path, monkeypatch)
+    assert [*before] == [3, 4, 6]
+    edit(tmp_path / name, (old, new))
+    after = keys(tmp_path, monkeypatch)
+    assert [line for line in after if after[line] != before[line]] == changed
+
+
+def test_a_file_of_tests_may_move(tmp_path, monkeypatch):
+    for folder in ("tests", "tests/moved"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_them.py").write_text(FILES["tests/test_them.py"])
+    for file in ("script.py", "utils.py"):
+        (tmp_path / file).write_text(FILES[file])
+    moved = keys(tmp_path, monkeypatch, "tests/moved/test_them.py::test_named")
+    assert moved == keys(tmp_path, monkeypatch)
+
+
+def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(tmp_path, monkeypatch):
+    """What survives runs again. What was killed begins with its killer, if told to."""
+    edge = "single_gpu.py", "multigpu.py"
+    tried, survivors, ends_after = [], [], [3]
+
+    def run(child, tasks):
+        for mutant, tests, *killer in tasks:
+            result = lines.facts | {"took_s": dict.fromkeys(tests, 1)}
+            if mutant:
+                if len(tried) in ends_after:
+                    raise KeyboardInterrupt
+                tried.append((mutant, killer))
+                if mutant not in survivors:
+                    result["killer"] = tests[-1]
+            yield mutant, result, ""
+
     monkeypatch.setattr(lines, "GREEN", tmp_path / "green.json")
-    verdicts = iter([True, False])
-    monkeypatch.setattr(lines, "prove", lambda x: proven.append(x) or next(verdicts))
-    assert lines.prove_changed(edges, full=False)
-    assert lines.prove_changed(edges, full=False)
-    assert len(proven) == 1
-    monkeypatch.setattr(lines, "fingerprint", lambda edge: "changed")
-    assert not lines.prove_changed(edges, full=False)
-    assert lines.GREEN.read_text() == "{}", "a red run takes the record away"
+    monkeypatch.setattr(lines, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        lines.prove(edge)
+    first = [*tried]
+    tried.clear()
+    ends_after.clear()
+    found = mutants(*((ROOT / name).read_text() for name in edge))
+    survivors.append(found[5])
+    assert not lines.prove(edge)
+    assert len(first) == 3 and len(first) + len(tried) == len(found)
+    tried.clear()
+    survivors.clear()
+    assert lines.prove(edge)
+    assert tried == [(found[5], [""])]
+    assert lines.prove(edge)
+    assert len(tried) == 1
+    assert lines.prove(edge, full=True)
+    assert len(tried) == 1 + len(found)
+    killers = [killer for _, (killer,) in tried[1:]]
+    assert all(killer.startswith("test_") for killer in killers)
