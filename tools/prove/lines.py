@@ -212,9 +212,11 @@ def prove(edge, only="", full=False):
     by_file = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
     for _, result, output in run(child, [(None, [*x]) for _, x in by_file]):
         took_s |= result["took_s"]
-        wrong = [result["killer"], *result["no_verdict"]]
-        if any(wrong):
-            bad.append(f"The control is not green: {' '.join(wrong)}\n{output}")
+        if result["killer"]:
+            bad.append(f"{result['killer']} fails in the control\n{output}")
+        elif result["no_verdict"]:
+            reasons = ", ".join(result["no_verdict"])
+            bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
     bad = bad or [f"{x} does not run in the control" for x in tests if not took(x)]
     if not bad:
         tasks = []
