@@ -17,7 +17,7 @@ plain_data = torch.Tensor.data
 
 def register():
     name = f"standin_{torch.__version__}".translate({ord(x): "_" for x in ".+"})
-    source = str(Path(__file__).with_name("standin.cpp"))
+    source = str(Path(__file__).with_name("standin.cpp").resolve())
     compiled = load(name, source, extra_cflags=["-O0", "-Wno-everything"])
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", device_module(compiled))

@@ -62,21 +62,45 @@ def test_every_added_line_is_taken_out_once(parent, child):
 
 # The proof, on a tree with faults
 
-TESTS = "tests/test_planted.py::test_multigpu_"
+TESTS = "tests/test_planted.py"
 NEEDS_LINES = """import pytest
 from tools.run.processes import Program
 from tools.scripts import ROOT
 
 TEXT = (ROOT / "multigpu.py").read_text()
+assert "planted_collected = " in TEXT
 
-def test_multigpu_hangs_without_a_line():
-    if "planted_waits = total_epochs" not in TEXT:
+@pytest.fixture
+def in_setup():
+    assert "planted_in_setup = " in TEXT
+
+@pytest.fixture
+def in_teardown():
+    yield
+    assert "planted_in_teardown = " in TEXT
+
+def test_multigpu_hangs_without_a_line(in_setup, in_teardown):
+    if "planted_waits = " not in TEXT:
         Program(["sleep", "60"], ROOT, real=True).finish(timeout_s=0.5)
 
 @pytest.mark.waits
 def test_multigpu_has_a_line():
-    assert "planted_needed = total_epochs" in TEXT
+    assert "planted_needed = " in TEXT
 """
+CONFTEST = """
+assert "planted_starts = " in (ROOT / "multigpu.py").read_text()
+"""
+HANGS = f"{TESTS}::test_multigpu_hangs_without_a_line"
+VERDICTS = {  # of each planted line, and of an argument in one
+    "planted_useless = ": "NO TEST MISSES IT",
+    "planted_unused=total_epochs in ": "NO TEST MISSES IT",
+    "planted_needed = ": f"{TESTS}::test_multigpu_has_a_line",
+    "planted_waits = ": f"NO VERDICT: {HANGS} times out",
+    "planted_in_setup = ": f"NO VERDICT: {HANGS} fails in its setup",
+    "planted_in_teardown = ": f"NO VERDICT: {HANGS} fails in its teardown",
+    "planted_collected = ": f"NO VERDICT: {TESTS} cannot be collected",
+    "planted_starts = ": "NO VERDICT: pytest does not start",
+}
 PAGE = """# The scripts
 
 <!-- diff single_gpu.py multigpu.py: `planted_useless = dict` -->
@@ -89,19 +113,18 @@ Tests: [test_multigpu_hangs_without_a_line](../tests/test_planted.py), \
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A copy of the tree in which multigpu.py has three more lines.
+    """A copy of the tree in which multigpu.py has the lines of VERDICTS.
 
     Its only page names two tests that miss some of them.
     """
     folder = tmp_path_factory.mktemp("planted")
     copy_tree(folder)
     seam = "    def train(self, total_epochs):\n"
-    lines = """\
-        planted_useless = dict(planted_unused=total_epochs)
-        planted_waits = total_epochs
-        planted_needed = total_epochs
-"""
-    edit(folder / "multigpu.py", (seam, f"{seam}{lines}"))
+    lines = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
+    lines[0] = "planted_useless = dict(planted_unused=total_epochs)"
+    planted = "".join(f"        {line}\n" for line in lines)
+    edit(folder / "multigpu.py", (seam, f"{seam}{planted}"))
+    edit(folder / "tests/conftest.py", ("# Runs\n", f"{CONFTEST}# Runs\n"))
     for page in folder.glob("**/*.md"):
         page.unlink()
     for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
@@ -120,29 +143,125 @@ def prove(root, only):
     return done.returncode, lines, done.stdout
 
 
-def test_what_no_test_misses_is_found_out_and_a_hang_is_no_verdict(planted):
+def test_only_a_test_that_ran_and_failed_kills_a_mutant(planted):
+    """A hang, a fixture, a file or a pytest that fails is no verdict."""
     status, lines, _ = prove(planted, "planted_")
-    missed = {
-        "planted_useless = ": "NO TEST MISSES IT",
-        "planted_unused=total_epochs in ": "NO TEST MISSES IT",
-        "planted_waits = ": f"TIMED OUT: {TESTS}hangs_without_a_line",
-        "planted_needed = ": f"{TESTS}has_a_line",
-    }
-    assert len(lines) == len(missed)
-    for what, verdict in missed.items():
+    assert len(lines) == len(VERDICTS)
+    for what, verdict in VERDICTS.items():
         (line,) = [x for x in lines if f" {what}" in x]
         assert line.endswith(f" {verdict}")
     assert status == 1
 
 
-def test_only_what_has_not_changed_since_a_green_run_is_skipped(tmp_path, monkeypatch):
-    edges, proven = [("single_gpu.py", "multigpu.py")], []
+# What is proven already
+
+FILES = {
+    "script.py": """import utils
+def first(a):
+    b = utils.called(a)
+    c = 1  # why
+def second(a):
+    d = 1
+""",
+    "utils.py": """
+def called(a):
+    return deeper(a)
+def deeper(a):
+    return 1
+def another(a):
+    return 2
+""",
+    "tests/test_them.py": """import os
+SIZE = 3
+@pytest.mark.waits
+def test_named():
+    assert SIZE == 4
+def test_another():
+    assert SIZE == 5
+""",
+}
+CHANGES = [  # a text of a file, another one, and the lines that are proven once more
+    ("script.py", "c = 1", "c = 2", [3, 4]),
+    ("script.py", "d = 1", "d = 2", [6]),
+    ("script.py", "# why", "# because", []),
+    ("utils.py", "return deeper(a)", "return 1", [3, 4]),
+    ("utils.py", "return 1", "return 3", [3, 4]),
+    ("utils.py", "return 2", "return 3", []),
+    ("tests/test_them.py", "SIZE == 4", "SIZE == 3", [3, 4, 6]),
+    ("tests/test_them.py", "SIZE = 3", "SIZE = 4", [3, 4, 6]),
+    ("tests/test_them.py", "SIZE == 5", "SIZE == 3", []),
+    ("tests/test_them.py", "import os", "import sys", []),
+    ("tests/test_them.py", "@pytest.mark.waits", "# quick now", []),
+]
+
+
+def keys(root, monkeypatch, test="tests/test_them.py::test_named"):
+    """{line: the key of the mutant there} of script.py, which adds all lines."""
+    monkeypatch.setattr(lines, "ROOT", root)
+    for function in (lines.code_of_utils, lines.code_of_test):
+        function.cache_clear()
+    text = (root / "script.py").read_text()
+    made = mutants("import utils\ndef first(a):\n    0\ndef second(a):\n    0\n", text)
+    made = [x for x in made if x.kind == "statement"]
+    return {x.line: lines.key_of(text, x, [test]) for x in made}
+
+
+@pytest.mark.parametrize(("name", "old", "new", "changed"), CHANGES)
+def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, changed):
+    (tmp_path / "tests").mkdir()
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    before = keys(tmp_path, monkeypatch)
+    assert [*before] == [3, 4, 6]
+    edit(tmp_path / name, (old, new))
+    after = keys(tmp_path, monkeypatch)
+    assert [line for line in after if after[line] != before[line]] == changed
+
+
+def test_a_file_of_tests_may_move(tmp_path, monkeypatch):
+    for folder in ("tests", "tests/moved"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test_them.py").write_text(FILES["tests/test_them.py"])
+    for file in ("script.py", "utils.py"):
+        (tmp_path / file).write_text(FILES[file])
+    moved = keys(tmp_path, monkeypatch, "tests/moved/test_them.py::test_named")
+    assert moved == keys(tmp_path, monkeypatch)
+
+
+def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(tmp_path, monkeypatch):
+    """What survives runs again. What was killed begins with its killer, if told to."""
+    edge = "single_gpu.py", "multigpu.py"
+    tried, survivors, ends_after = [], [], [3]
+
+    def run(child, tasks):
+        for mutant, tests, *killer in tasks:
+            result = lines.facts | {"took_s": dict.fromkeys(tests, 1)}
+            if mutant:
+                if len(tried) in ends_after:
+                    raise KeyboardInterrupt
+                tried.append((mutant, killer))
+                if mutant not in survivors:
+                    result["killer"] = tests[-1]
+            yield mutant, result, ""
+
     monkeypatch.setattr(lines, "GREEN", tmp_path / "green.json")
-    verdicts = iter([True, False])
-    monkeypatch.setattr(lines, "prove", lambda x: proven.append(x) or next(verdicts))
-    assert lines.prove_changed(edges, full=False)
-    assert lines.prove_changed(edges, full=False)
-    assert len(proven) == 1
-    monkeypatch.setattr(lines, "fingerprint", lambda edge: "changed")
-    assert not lines.prove_changed(edges, full=False)
-    assert lines.GREEN.read_text() == "{}", "a red run takes the record away"
+    monkeypatch.setattr(lines, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        lines.prove(edge)
+    first = [*tried]
+    tried.clear()
+    ends_after.clear()
+    found = mutants(*((ROOT / name).read_text() for name in edge))
+    survivors.append(found[5])
+    assert not lines.prove(edge)
+    assert len(first) == 3 and len(first) + len(tried) == len(found)
+    tried.clear()
+    survivors.clear()
+    assert lines.prove(edge)
+    assert tried == [(found[5], [""])]
+    assert lines.prove(edge)
+    assert len(tried) == 1
+    assert lines.prove(edge, full=True)
+    assert len(tried) == 1 + len(found)
+    killers = [killer for _, (killer,) in tried[1:]]
+    assert all(killer.startswith("test_") for killer in killers)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import utils
+from tests.conftest import once
 from tools.run.launch import DISTRIBUTED, command, launch, plant, train
 from tools.run.processes import Program, wait_until
 from tools.run.results import load, same_bits
@@ -136,11 +137,16 @@ def on_own_disks(script, disks, *arguments, **env):
 
 @pytest.fixture(scope="module")
 def sixth(runs, tmp_path_factory):
-    """The snapshot of multinode.py after a sixth epoch."""
-    folder = tmp_path_factory.mktemp("sixth")
-    shutil.copy(runs("multinode.py")[0] / "snapshot.pt", folder)
-    train(ROOT / "multinode.py", 6, 1, cwd=folder)
-    return load(folder / "snapshot.pt")
+    """`sixth()`: the snapshot of multinode.py after a sixth epoch."""
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("sixth")
+        shutil.copy(runs("multinode.py")[0] / "snapshot.pt", folder)
+        train(ROOT / "multinode.py", 6, 1, cwd=folder)
+        return load(folder / "snapshot.pt")
+
+    return run
 
 
 @pytest.mark.parametrize("found", ["old new", "new none", "new other"])
@@ -165,7 +171,7 @@ def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
     assert "5 of 6 epochs are finished in snapshot.pt" in first.stdout
     for rank, disk in enumerate(disks):
         assert json.loads((disk / f"device.{rank}.json").read_text())["local_rank"] == 0
-    assert same_bits(load(disks[0] / "snapshot.pt"), sixth)
+    assert same_bits(load(disks[0] / "snapshot.pt"), sixth())
     # Only one process in the world prints and writes.
     assert not second.stdout
     theirs = disks[1] / "snapshot.pt"

@@ -14,7 +14,6 @@ from torch.nn.parallel import parallel_apply
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
-from variants.data_parallel import describe_split
 
 NAME = "variants/data_parallel.py"
 PASSES = "DataParallel passes each batch through: it uses 0 CUDA GPUs"
@@ -59,6 +58,8 @@ def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
 )
 def test_the_line_for_gpus(count, batch, line):
     """It only needs to know how many there are."""
+    from variants.data_parallel import describe_split
+
     wrapper = types.SimpleNamespace(device_ids=list(range(count)))
     assert describe_split(wrapper, batch) == f"DataParallel {line}"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.conftest import once
 from tools.run.launch import command, environment, objects_of, plant, run_script
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
-from variants import ddp2
 
 NAME = "variants/ddp2.py"
 
@@ -35,6 +35,8 @@ def test_learns(typed):
 
 def test_gather_has_static_methods():
     """As PyTorch's documentation asks. Up to 2.13 it computes the same without."""
+    from variants import ddp2
+
     gather = vars(ddp2.Gather)
     assert {type(gather[x]) for x in ("forward", "backward")} == {staticmethod}
 
@@ -44,12 +46,18 @@ def test_gather_has_static_methods():
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
-    """(folder, Done of the first node) of two nodes with two ranks and 24 samples each.
+    """`two_nodes()`: (folder, Done of the first node) of two nodes with two ranks each.
 
-    One epoch in float64, with three samples held out, so that one rank has none.
+    One epoch in float64. A node takes 24 samples a step. Three samples are held out, so
+    that one rank has none.
     """
-    folder = tmp_path_factory.mktemp("trained")
-    return folder, trained(folder, 2, 2)
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("trained")
+        return folder, trained(folder, 2, 2)
+
+    return run
 
 
 def trained(folder, nodes, nprocs, *changes):
@@ -98,7 +106,7 @@ def assert_as_by_hand(folder, done, nodes, batch_size):
 
 def test_a_node_trains_as_one_process_with_its_batch(two_nodes):
     """With the temperature, which is one of the parameters."""
-    assert_as_by_hand(*two_nodes, 2, 24)
+    assert_as_by_hand(*two_nodes(), 2, 24)
 
 
 @pytest.mark.waits
@@ -110,7 +118,8 @@ def test_all_nodes_can_compare_together(tmp_path):
 
 
 def test_the_ranks_of_a_node_and_how_long_they_wait(two_nodes):
-    noted = [json.loads((two_nodes[0] / f"noted.{i}.json").read_text()) for i in "0123"]
+    folder, _ = two_nodes()
+    noted = [json.loads((folder / f"noted.{i}.json").read_text()) for i in "0123"]
     assert noted == [[[0, 1], 300]] * 2 + [[[2, 3], 300]] * 2
 
 
@@ -155,6 +164,8 @@ def test_refused_in_one_line(tmp_path, world_size, nodes, batch_size, line):
 
 def test_the_views_are_what_they_say():
     """Of 20 directions, 8 tell points apart, and 4 of these the families."""
+    from variants import ddp2
+
     train_set, held_out = ddp2.load_views()
     assert (len(train_set), len(held_out)) == (2048, 512)
     assert torch.equal(ddp2.load_views()[0][0][0], train_set[0][0]), "each time"

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.conftest import once
 from tools.run.launch import hooks_to_compare, launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
 from tools.scripts import ROOT
-from variants import mixed_precision
 
 NAME = "variants/mixed_precision.py"
 PARENT = "multigpu.py"
@@ -42,17 +42,30 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_float16(script, tmp_path_factory):
-    """(folder, Done) of five epochs; in step 40, samples of rank 1 are too large."""
-    folder = tmp_path_factory.mktemp("float16")
-    spoiled = f"{SPOILED} 1 1e6"
-    return folder, train(script, 5, 2, *FP16, cwd=folder, SPOILED=spoiled)
+    """`in_float16()`: (folder, Done) of five epochs.
+
+    In step 40, samples of rank 1 are too large.
+    """
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("float16")
+        spoiled = f"{SPOILED} 1 1e6"
+        return folder, train(script, 5, 2, *FP16, cwd=folder, SPOILED=spoiled)
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def in_bfloat16(script, tmp_path_factory):
-    """(folder, Done) of one epoch, in which a gradient of rank 1 is infinite."""
-    folder = tmp_path_factory.mktemp("bfloat16")
-    return folder, launch(script, 1, 1, cwd=folder, real="", SPOILED="5 1 inf")
+    """`in_bfloat16()`: (folder, Done) of an epoch: a gradient of rank 1 is infinite."""
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("bfloat16")
+        return folder, launch(script, 1, 1, cwd=folder, real="", SPOILED="5 1 inf")
+
+    return run
 
 
 # The precision
@@ -61,7 +74,7 @@ def in_bfloat16(script, tmp_path_factory):
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_computes_in_it_trains_and_evaluates(in_bfloat16, in_float16, name):
     """The model's output has the lower precision on each rank, the loss has not."""
-    folder, done = in_bfloat16 if name == "bfloat16" else in_float16
+    folder, done = in_bfloat16() if name == "bfloat16" else in_float16()
     for rank in noted(folder):
         assert rank["outputs"] == [f"False torch.{name}", f"True torch.{name}"]
         assert rank["losses"] == ["False torch.float32", "True torch.float32"]
@@ -123,6 +136,8 @@ def test_all_ranks_take_the_same_where_one_lacks_bfloat16(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_that_imitates_bfloat16_does_not_have_it(monkeypatch, native):
+    from variants import mixed_precision
+
     def is_bf16_supported(including_emulation=True):
         return native or including_emulation
 
@@ -133,7 +148,7 @@ def test_a_gpu_that_imitates_bfloat16_does_not_have_it(monkeypatch, native):
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(in_float16):
     """The scale halves, the weights stay, the training goes on."""
-    folder, done = in_float16
+    folder, done = in_float16()
     first, second = noted(folder)
     assert first["weights"] == second["weights"]
     assert first["scales"] == second["scales"]
@@ -150,7 +165,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(in_float16):
 
 def test_bfloat16_skips_no_step(in_bfloat16):
     """Nothing is scaled. A gradient that is no number spoils all, and ends the run."""
-    folder, done = in_bfloat16
+    folder, done = in_bfloat16()
     assert {x for rank in noted(folder) for x in rank["scales"]} == {1}
     assert skipped(done) == [0]
     assert re.search(r"train loss nan .* held-out loss nan", done.stdout)
@@ -159,7 +174,7 @@ def test_bfloat16_skips_no_step(in_bfloat16):
 
 def test_a_loop_that_waits_once_and_counts_on_the_device(in_bfloat16, in_float16):
     """It is the scaler that waits, to ask whether to skip. To count takes no other."""
-    for folder, waits in ((in_float16[0], 1), (in_bfloat16[0], 0)):
+    for folder, waits in ((in_float16()[0], 1), (in_bfloat16()[0], 0)):
         for rank in noted(folder):
             assert set(rank["waits"]) == {waits}
             assert set(rank["zeros"]) == {"cpu"}
@@ -171,7 +186,7 @@ def test_clips_the_true_gradients(script, in_float16, tmp_path):
     first, second = noted(tmp_path)
     assert first["norms"][-10:] == pytest.approx([0.5] * 10, rel=1e-4)
     assert first["norms"][-10:] == second["norms"][-10:]
-    assert noted(in_float16[0])[0]["norms"][9] > 5  # without --clip
+    assert noted(in_float16()[0])[0]["norms"][9] > 5  # without --clip
 
 
 def test_resumed_in_float16_it_ends_with_the_same_bits(in_float16, script, tmp_path):
@@ -184,7 +199,7 @@ def test_resumed_in_float16_it_ends_with_the_same_bits(in_float16, script, tmp_p
     done = train(ROOT / NAME, 5, 2, *FP16, cwd=tmp_path)
     assert f"loss scale {state['scale']:g}\n" in done.stdout
     assert skipped(done) == [0, 0, 0]
-    assert same_bits(*(load(x / "snapshot.pt") for x in (tmp_path, in_float16[0])))
+    assert same_bits(*(load(x / "snapshot.pt") for x in (tmp_path, in_float16()[0])))
 
 
 @pytest.mark.waits
@@ -196,7 +211,7 @@ def test_each_precision_resumes_the_others(
     runs, in_float16, copy_of, saved_by, resumed_by, options
 ):
     """Where there is no scale, it is found again; bfloat16 has no use for one."""
-    saved = in_float16 if saved_by == "float16" else runs(saved_by)
+    saved = in_float16() if saved_by == "float16" else runs(saved_by)
     path = copy_of(saved[0])
     done = train(ROOT / resumed_by, 6, 6, *options, cwd=path.parent)
     assert "\n5 of 6 epochs are finished in snapshot.pt\n" in done.stdout

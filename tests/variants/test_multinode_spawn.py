@@ -22,7 +22,6 @@ from tools.run.launch import command, environment, plant, train
 from tools.run.processes import Program, TimedOut
 from tools.run.results import load, weights
 from tools.scripts import ROOT
-from variants import multinode_spawn
 
 NAME = "variants/multinode_spawn.py"
 ERROR = "multinode_spawn.py: error: "
@@ -125,6 +124,8 @@ HELP = (
 
 @pytest.mark.parametrize("words", [*LINES, "--help"])
 def test_bad_argument_and_help(words, monkeypatch, capsys):
+    from variants import multinode_spawn
+
     monkeypatch.setattr(sys, "argv", ["multinode_spawn.py", *words.split()])
     with pytest.raises(SystemExit):
         multinode_spawn.parse_args(utils.make_parser(multinode_spawn.__doc__))

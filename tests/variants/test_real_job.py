@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from tests.conftest import once
 from tools.run.launch import (
     command,
     environment,
@@ -22,7 +23,6 @@ from tools.run.launch import (
 )
 from tools.run.processes import Program, left_over
 from tools.run.results import load, same_bits
-from variants import real_job
 
 NAME = "variants/real_job.py"
 STEPS = 22  # of an epoch with an effective batch of 64
@@ -65,48 +65,54 @@ def test_learns(typed):
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("noted")
-    train(plant(NAME, folder / "copy", hooks=["real_job"]), 2, 2, cwd=folder)
-    return folder
+    """`two_epochs()`: their folder."""
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("noted")
+        train(plant(NAME, folder / "copy", hooks=["real_job"]), 2, 2, cwd=folder)
+        return folder
+
+    return run
 
 
 def test_the_learning_rate_of_each_step(two_epochs):
     """It rises for a tenth of the steps and follows a cosine, the same on each rank."""
     expected = pytest.approx(expected_rates(2 * STEPS))
-    assert [x["rates"] for x in noted(two_epochs)] == [expected] * 2
+    assert [x["rates"] for x in noted(two_epochs())] == [expected] * 2
 
 
 def test_accuracy_counts_each_sample_once(two_epochs):
     """Of 17 samples, a third with wrong labels, that two ranks cannot share equally."""
     _, eval_set, model, *_ = objects_of(NAME)
-    model.load_state_dict(load(two_epochs / "snapshot.pt")["MODEL_STATE"])
+    model.load_state_dict(load(two_epochs() / "snapshot.pt")["MODEL_STATE"])
     source, targets = map(torch.stack, zip(*eval_set[:17], strict=True))
     targets[::3] = (targets[::3] + 1) % 10
     right = int((model(source).argmax(1) == targets).sum())
-    assert rows(two_epochs, "snapshot.pt.csv.0")[-1]["accuracy"] == right / 17
+    assert rows(two_epochs(), "snapshot.pt.csv.0")[-1]["accuracy"] == right / 17
     assert 0 < right < 17, "or a mean of means could be as good"
 
 
 def test_each_epoch_has_noise_of_its_own(two_epochs):
     """No two images that the ranks train on are equal, in two epochs."""
-    images = [x for rank in noted(two_epochs) for x in rank["images"]]
+    images = [x for rank in noted(two_epochs()) for x in rank["images"]]
     assert len({*images}) == len(images) == 2 * STEPS * 64
 
 
 def test_two_workers_of_each_rank_live_on(two_epochs):
     """And two more load what is held out, from the first evaluation on."""
-    for first, second in [x["workers"] for x in noted(two_epochs)]:
+    for first, second in [x["workers"] for x in noted(two_epochs())]:
         assert len(first) == 2
         assert len(second) == 4 and {*first} < {*second}
         assert {*second.values()} == {"forkserver"}, "forked, they may hang"
-    for rank in noted(two_epochs):
+    for rank in noted(two_epochs()):
         assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
         assert rank["preload"] == ["torch"], "or each worker imports it"
 
 
 def test_loaders_leave_the_random_numbers_of_dropout_alone(two_epochs):
     """A new loader draws a seed for its workers, and one that lives on does not."""
-    assert [x["untouched"] for x in noted(two_epochs)] == [[True] * 2 * STEPS] * 2
+    assert [x["untouched"] for x in noted(two_epochs())] == [[True] * 2 * STEPS] * 2
 
 
 @pytest.mark.waits
@@ -121,8 +127,8 @@ def test_a_killed_rank_leaves_no_worker(tmp_path):
 
 def test_one_rank_writes_the_log(two_epochs):
     """The other, which would write a file of its own here, does not."""
-    assert [x.name for x in two_epochs.glob("*.csv*")] == ["snapshot.pt.csv.0"]
-    first, second = rows(two_epochs, "snapshot.pt.csv.0")
+    assert [x.name for x in two_epochs().glob("*.csv*")] == ["snapshot.pt.csv.0"]
+    first, second = rows(two_epochs(), "snapshot.pt.csv.0")
     assert list(first)[2:] == ["train loss", "held-out loss", "accuracy"]
     rates = [first["learning rate"], second["learning rate"]]
     assert rates == pytest.approx([expected_rates(2 * STEPS)[STEPS], 0])
@@ -142,19 +148,24 @@ def test_a_huge_gradient_is_clipped(tmp_path):
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """A folder with a run that failed in its fourth epoch of five."""
-    folder = tmp_path_factory.mktemp("failed")
-    script = plant(NAME, tmp_path_factory.mktemp("copy"), hooks=["faults:in_step_80"])
-    done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="raise")
-    assert done.returncode == 1
-    assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
-    assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
-    return folder
+    """`failed()`: a folder with a run that failed in its fourth epoch of five."""
+
+    @once
+    def run():
+        folder = tmp_path_factory.mktemp("failed")
+        script = plant(NAME, folder / "copy", hooks=["faults:in_step_80"])
+        done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="raise")
+        assert done.returncode == 1
+        assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
+        assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
+        return folder
+
+    return run
 
 
 def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
     """The learning rates, the random numbers of the workers, the lines of the log."""
-    folder = shutil.copytree(failed, tmp_path / "resumed")
+    folder = shutil.copytree(failed(), tmp_path / "resumed")
     undisturbed, _ = runs(NAME)
     done = train(plant(NAME, tmp_path / "copy"), 5, 2, cwd=folder)
     assert len(re.findall("(?m)^lr is .* by schedule, ", done.stdout)) == 1
@@ -167,7 +178,7 @@ def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
 @pytest.mark.waits
 def test_resumed_with_another_batch_the_schedule_keeps_its_place(failed, tmp_path):
     """An epoch has twice as many steps then. Another script's snapshot has no log."""
-    folder = shutil.copytree(failed, tmp_path / "resumed")
+    folder = shutil.copytree(failed(), tmp_path / "resumed")
     snapshot = load(folder / "snapshot.pt")
     del snapshot["LOG"]
     torch.save(snapshot, folder / "snapshot.pt")
@@ -189,6 +200,8 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
         monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
     else:
         pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
+    from variants import real_job
+
     train_set, held_out = real_job.load_digits()
     assert (len(train_set), len(held_out)) == (1437, 360)
     source, targets = map(torch.stack, zip(*held_out, strict=True))
@@ -214,6 +227,8 @@ class Drawing(Dataset):  # each sample: its index, a random number, its process
 
 def epochs(ranks=1, **workers):
     """[{sample: number}] of two epochs, and the processes that drew them."""
+    from variants import real_job
+
     drawn, pids = [{}, {}], [set(), set()]
     for rank in range(ranks):
         data = real_job.SeededDataset(Drawing())
@@ -241,6 +256,8 @@ def test_random_numbers_follow_from_epoch_and_sample():
 
 def test_drawing_for_a_sample_leaves_other_random_numbers_alone(monkeypatch):
     """Without workers, dropout draws in the same process. GPUs are not asked."""
+    from variants import real_job
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     torch.manual_seed(3)
     undisturbed = torch.rand(2).tolist()

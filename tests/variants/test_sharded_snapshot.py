@@ -10,7 +10,6 @@ import torch
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
 from tools.scripts import ROOT
-from variants.sharded_snapshot import load_parts, load_train_objs
 
 NAME = "variants/sharded_snapshot.py"
 
@@ -58,6 +57,8 @@ def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     script = plant(NAME, tmp_path / "other", (", momentum=0.9", ""), hooks=hooks)
     assert losses(train(script, 2, 1, cwd=tmp_path)) == losses(done)[1:2]
     assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
+    from variants.sharded_snapshot import load_parts, load_train_objs
+
     _, _, model, _, optimizer = load_train_objs()
     optimizer.param_groups[0]["lr"] = 1.0
     load_parts(model, optimizer, *tmp_path.glob("snapshot.pt.2.*"))

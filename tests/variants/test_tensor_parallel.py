@@ -15,8 +15,11 @@ from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
 
 NAME, PARENT = "variants/tensor_parallel.py", "multinode.py"
-LAYERS = re.search(r" +layers = .*\n.*\n", (ROOT / NAME).read_text())[0]
-PLAN = re.search(r"PLAN = (.*)\n", (ROOT / NAME).read_text())[1]
+LAYERS = """\
+    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+"""
+PLAN = '{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}'
 RATE = "lr=0.001", "lr=0.01"
 PAGE = (ROOT / "docs/tensor_parallel.md").read_text()
 CLIPPING = re.search("```python\n(weights = .*?)```", PAGE, re.S)[1]

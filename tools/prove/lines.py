@@ -8,15 +8,21 @@ quickest of them first, until one fails. Without names it does all scripts. One 
 to 3 minutes, and more if torchrun starts it.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
-other scripts. As a control, the tests run on the script as it is before. A test that
-times out is no verdict: the others decide.
+other scripts. As a control, the tests run on the script as it is before. Only a test
+that ran and failed kills a mutant. A test that times out, whose fixture fails or that
+pytest cannot collect is no verdict: the others decide.
 
-A script is skipped if it, its parents, utils.py and the tests that its explanations
-name have the same code as in a green run, which tools/prove/green.json records; --full
-skips none. Exit status 1 if any mutant survives, and if the control fails.
+tools/prove/green.json records each mutant that a test has killed. It runs again only if
+its function has changed, a function of utils.py that it calls, its named tests, or what
+else their files have besides tests. A test's folder may change, and so may comments and
+imports. So .ci/run proves what has changed; --full skips nothing, and CI does it once a
+week. The test that killed a mutant before runs first.
+
+Exit status 1 if any mutant survives, and if the control fails.
 """
 
 import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -26,17 +32,17 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tools.cli import Parser
-from tools.diffs import hunks
+from tools.diffs import KINDS, hunks
 from tools.files import copy_tree
 from tools.prove.mutants import mutants
 from tools.run.processes import Program, TimedOut, end_all
-from tools.scripts import ALL_EDGES, EDGES, ROOT, SCRIPTS, ancestry
+from tools.scripts import ALL_EDGES, EDGES, ROOT, SCRIPTS
 from tools.site.pages import named_tests
 
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
@@ -45,20 +51,29 @@ JOBS = 2  # mutants tested at once
 GREEN = Path(__file__).with_name("green.json")
 
 
-# In the fork, this module is a plugin of pytest: it leaves out the tests of other
-# scripts, stops at the first failure, but not at a time-out, and writes down `facts`.
+# In the fork, this module is a plugin of pytest: it chooses the tests, stops when one
+# has failed, and writes down `facts`.
 
-facts = {"failed": [], "timed_out": [], "took_s": {}}
+facts = {"killer": "", "no_verdict": [], "took_s": {}}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items[:] = [x for x in items if about(x.nodeid, os.environ["CHILD"])]
+    """Keep the tests that the environment names, in its order.
+
+    They are no arguments of pytest: if one file cannot be imported, it would run none.
+    """
+    order, killer = json.loads(os.environ["TESTS"])
+    found = [x for x in items if function_of(x.nodeid) in order]
+    found = [x for x in found if about(x.nodeid, os.environ["CHILD"])]
+    found.sort(key=lambda item: order.index(function_of(item.nodeid)))
+    found.sort(key=lambda item: without_folder(item.nodeid) != killer)
+    items[:] = found
 
 
 def pytest_collectreport(report):
     if report.failed:
-        facts["failed"].append(report.nodeid)
+        facts["no_verdict"].append(f"{report.nodeid} cannot be collected")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,15 +82,27 @@ def pytest_runtest_makereport(item, call):
     test = item.nodeid
     facts["took_s"][test] = facts["took_s"].get(test, 0) + report.duration
     if report.failed and isinstance(call.excinfo.value, TimedOut):
-        facts["timed_out"].append(test)
+        facts["no_verdict"].append(f"{test} times out")
+    elif report.failed and report.when != "call":
+        facts["no_verdict"].append(f"{test} fails in its {report.when}")
     elif report.failed:
-        facts["failed"].append(test)
+        facts["killer"] = test
         item.session.shouldstop = "a test has failed"
     return report
 
 
 def pytest_sessionfinish():
     Path(os.environ["FACTS"]).write_text(json.dumps(facts))
+
+
+def function_of(test):
+    """A test's id without its parameters."""
+    return test.partition("[")[0]
+
+
+def without_folder(test):
+    path, _, rest = test.partition("::")
+    return f"{Path(path).name}::{rest}"
 
 
 def about(test, child):
@@ -89,18 +116,27 @@ def about(test, child):
 
 
 class Case:
-    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control."""
+    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control.
 
-    def __init__(self, folder, child, mutant, tests):
+    killer: the test to begin with, without its folder.
+    """
+
+    def __init__(self, folder, child, mutant, tests, killer=""):
         self.folder, self.mutant, self.began = Path(folder), mutant, time.monotonic()
         copy_tree(self.folder)
         if mutant:
             (self.folder / child).write_text(mutant.text)
+        # The stand-in's source is one file for all copies: it is compiled once.
+        standin = self.folder / "tests/standin/standin.cpp"
+        standin.unlink()
+        standin.symlink_to(ROOT / "tests/standin/standin.cpp")
         temporary, self.facts = self.folder / ".tmp", self.folder / ".facts"
         temporary.mkdir()
-        words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text", *tests]
-        words += ["-p", "tools.prove.lines"]
+        words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text"]
+        words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
+        words += sorted({test.partition("::")[0] for test in tests})
         env = {"TMPDIR": temporary, "CHILD": child, "FACTS": self.facts}
+        env["TESTS"] = json.dumps([tests, killer])
         env["TEST_TIMEOUT_S"] = os.environ.get("TEST_TIMEOUT_S", WAIT_S)
         self.fork = Program(words, folder, merged=True, **env)
 
@@ -113,18 +149,18 @@ class Case:
         """(mutant, facts, output)"""
         try:
             output = self.fork.finish(timeout_s=0).stdout
-            found = facts | {"failed": ["pytest does not start"]}
+            found = facts | {"no_verdict": ["pytest does not start"]}
             if self.facts.exists():
                 found = json.loads(self.facts.read_text())
         except TimedOut as error:
-            late = [f"all tests within {LIMIT_S} s"]
-            output, found = str(error), facts | {"timed_out": late}
+            late = f"the tests take more than {LIMIT_S} s"
+            output, found = str(error), facts | {"no_verdict": [late]}
         shutil.rmtree(self.folder)
         return self.mutant, found, output
 
 
 def run(child, tasks):
-    """Yield `Case.result()` of each task, (mutant, tests), as they end."""
+    """Yield `Case.result()` of each task, (mutant, tests, killer), as they end."""
     tasks, running = list(tasks), []
     with tempfile.TemporaryDirectory(prefix="lines-") as folder:
         try:
@@ -153,35 +189,48 @@ def named_by_line(edge):
     }
 
 
-def prove(edge, only=""):
-    """Run all mutants of one edge, and print what is found: whether all is well."""
+def prove(edge, only="", full=False):
+    """Run the mutants of one edge that are not proven: whether all is well."""
     child, began, bad, took_s = edge[1], time.monotonic(), [], {}
-    found = mutants(*((ROOT / name).read_text() for name in edge))
-    found = [x for x in found if only in x.what]
-    kinds = [mutant.kind for mutant in found]
-    counts = [f"{kinds.count(kind)} of {kind}" for kind in sorted({*kinds})]
-    print(f"{child}: {len(kinds)} mutants: {', '.join(counts)}", flush=True)
+    parent_text, text = ((ROOT / name).read_text() for name in edge)
+    found = [x for x in mutants(parent_text, text) if only in x.what]
     named = named_by_line(edge)
     every = sorted({test for tests in named.values() for test in tests})
     named = {x.line: named.get(x.line, every) for x in found}
-    tests = sorted({test for mutant in found for test in named[mutant.line]})
+    keys = {x: key_of(text, x, named[x.line]) for x in found}
+    known = read_green().get(" ".join(edge), {})
+    killers = {label_of(key): killer for key, killer in known.items()}
+    to_run = [x for x in found if full or keys[x] not in known]
+    print(f"{child}: {len(found)} mutants, {len(to_run)} to run", flush=True)
+    tests = sorted({test for mutant in to_run for test in named[mutant.line]})
 
     def took(named):
         """How many seconds the tests that a chapter names so took in the control."""
-        return sum(took_s[x] for x in took_s if x.partition("[")[0] == named)
+        return sum(took_s[x] for x in took_s if function_of(x) == named)
 
     by_file = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
     for _, result, output in run(child, [(None, [*x]) for _, x in by_file]):
         took_s |= result["took_s"]
-        if wrong := result["failed"] + result["timed_out"]:
-            bad.append(f"{wrong[0]} fails in the control\n{output}")
+        if result["killer"]:
+            bad.append(f"{result['killer']} fails in the control\n{output}")
+        elif result["no_verdict"]:
+            reasons = ", ".join(result["no_verdict"])
+            bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
     bad = bad or [f"{x} does not run in the control" for x in tests if not took(x)]
     if not bad:
-        tasks = [(x, sorted(named[x.line], key=took)) for x in found]
-        for mutant, result, _ in run(child, [x for x in tasks if x[1]]):
+        tasks = []
+        for mutant in to_run:
+            tests = sorted(named[mutant.line], key=took)
+            if tests:
+                killer = killers.get(label_of(keys[mutant]), "")
+                tasks.append((mutant, tests, killer))
+            else:
+                report(child, mutant, facts, bad)
+        for mutant, result, _ in run(child, tasks):
             report(child, mutant, result, bad)
-        for mutant in [x for x, tests in tasks if not tests]:
-            report(child, mutant, facts, bad)
+            record(edge, keys[mutant], result["killer"])
+        if not only:
+            forget_all_but(edge, {*keys.values()})
     took_s = time.monotonic() - began
     print(*bad, f"{child}: {len(bad)} bad, {took_s:.0f} s", sep="\n", flush=True)
     return not bad
@@ -189,60 +238,115 @@ def prove(edge, only=""):
 
 def report(child, mutant, result, bad):
     """Print one line, which is `bad` unless a test has failed."""
-    verdict = "NO TEST MISSES IT"
-    if result["timed_out"]:
-        verdict = f"TIMED OUT: {', '.join(result['timed_out'])}"
-    line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70}"
-    line = f"{line} {(result['failed'] or [verdict])[0]}"
+    verdict = result["killer"] or "NO TEST MISSES IT"
+    if result["no_verdict"] and not result["killer"]:
+        verdict = f"NO VERDICT: {', '.join(result['no_verdict'])}"
+    line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
     print(line, flush=True)
-    bad += [] if result["failed"] else [line]
+    bad += [] if result["killer"] else [line]
 
 
-# Green runs
+# What has been proven: green.json is {"PARENT CHILD": {key of a mutant: its killer}}
 
 
-def code(name, tests=()):
-    """A file's code, without comments and layout, and of its tests only these `tests`.
+def read_green():
+    return json.loads(GREEN.read_text()) if GREEN.exists() else {}
 
-    Not the bytes: a comment that changes costs no new proof, nor does another test, nor
-    the mark of a test that waits.
+
+def record(edge, key, killer):
+    """Write that `killer` has killed the mutant, or, if it is "", that no test has."""
+    green = read_green()
+    green.setdefault(" ".join(edge), {}).pop(key, None)
+    if killer:
+        green[" ".join(edge)][key] = without_folder(killer)
+    write_green(green)
+
+
+def forget_all_but(edge, keys):
+    """Leave out the mutants that are no longer made."""
+    green = read_green()
+    proven = green.get(" ".join(edge), {})
+    green[" ".join(edge)] = {key: proven[key] for key in proven if key in keys}
+    write_green(green)
+
+
+def write_green(green):
+    text = json.dumps(green, indent=1, sort_keys=True, ensure_ascii=False)
+    GREEN.with_suffix(".tmp").write_text(f"{text}\n")
+    GREEN.with_suffix(".tmp").rename(GREEN)  # whole, also if this is interrupted
+
+
+def key_of(text, mutant, tests):
+    """What is taken out, and a hash of all that its proof depends on.
+
+    That is the function it stands in, before and after; what of utils.py this uses; and
+    the tests. Outside of functions it is the statement alone.
     """
-    tree = ast.parse((ROOT / name).read_text())
-    ours = {test.partition("::")[2] for test in tests}
-    found = [getattr(node, "name", "") for node in tree.body]
-    keep = [x in ours or not x.startswith("test_") for x in found]
-    tree.body = [*itertools.compress(tree.body, keep)]
+    before, after = (Counter(statements_of(ast.parse(x))) for x in (text, mutant.text))
+    changed = [*(before - after), "becomes", *(after - before)]
+    parts = [mutant.kind, *changed, *used_of_utils(changed)]
+    parts += [code_of_test(test) for test in sorted(tests, key=without_folder)]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    what = mutant.what.partition(" # ")[0]
+    return f"{what[:50]} {digest[:12]}"
+
+
+def label_of(key):
+    """A key without its hash."""
+    return key.rpartition(" ")[0]
+
+
+def statements_of(tree, scope=""):
+    """The code of each statement at the top level and of each method of a class."""
     for node in tree.body:
-        marks = getattr(node, "decorator_list", [])
+        if isinstance(node, ast.ClassDef):
+            yield from statements_of(node, node.name)
+            node.body = []
+        yield f"{scope}: {ast.unparse(node)}"
+
+
+def used_of_utils(texts):
+    """The code in utils.py of what these texts name, and of what that names."""
+    codes, used, to_read = code_of_utils(), set(), [*texts]
+    while to_read:
+        names = set(re.findall(r"\w+", to_read.pop())) & set(codes) - used
+        used |= names
+        to_read += [codes[name] for name in names]
+    return [codes[name] for name in sorted(used)]
+
+
+@functools.cache
+def code_of_utils():
+    """{name of a function or class in utils.py: its code}"""
+    tree = ast.parse((ROOT / "utils.py").read_text())
+    return {x.name: ast.unparse(x) for x in tree.body if isinstance(x, KINDS)}
+
+
+@functools.cache
+def code_of_test(test):
+    """The code of a test and of its file, which may have moved, without other tests.
+
+    Not the bytes: a comment, an import, or a mark that a test waits costs no proof.
+    """
+    path, _, name = test.partition("::")
+    tree = CodeOfTest().visit(ast.parse((ROOT / path).read_text()))
+    found = [(getattr(node, "name", ""), node) for node in tree.body]
+    kept = [x for its, x in found if its == name or not its.startswith("test_")]
+    return "\n".join([without_folder(test), *map(ast.unparse, kept)])
+
+
+class CodeOfTest(ast.NodeTransformer):
+    """Drops imports, and the mark of tests that wait."""
+
+    def visit_Import(self, node):
+        return None
+
+    visit_ImportFrom = visit_Import
+
+    def visit_FunctionDef(self, node):
+        marks = node.decorator_list
         marks[:] = [x for x in marks if ast.unparse(x) != "pytest.mark.waits"]
-    return f"{name}\n{ast.unparse(tree)}\n"
-
-
-def fingerprint(edge):
-    """A hash of PyTorch's version, the scripts, utils.py, and the tests by change."""
-    named = named_tests(*edge)
-    parts = [torch.__version__, str(sorted(named.items()))]
-    parts += map(code, sorted({*edge, *ancestry(edge[1]), "utils.py"}))
-    tests = {test for tests in named.values() for test in tests}
-    files = sorted({test.partition("::")[0] for test in tests})
-    parts += [code(name, tests) for name in files]
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-
-def prove_changed(edges, full):
-    """`prove` those that have changed since a green run: whether all is well."""
-    fine = True
-    for edge in edges:
-        key, now = " ".join(edge), fingerprint(edge)
-        green = json.loads(GREEN.read_text()) if GREEN.exists() else {}
-        if green.pop(key, None) == now and not full:
-            print(f"{edge[1]}: skipped, nothing has changed since a green run (--full)")
-            continue
-        if prove(edge):
-            green[key] = now
-        fine &= key in green
-        GREEN.write_text(json.dumps(green, indent=1, sort_keys=True))
-    return fine
+        return self.generic_visit(node)
 
 
 if __name__ == "__main__":
@@ -255,8 +359,5 @@ if __name__ == "__main__":
         parser.error(f"the edges are {', '.join(map(' '.join, ALL_EDGES))}")
     edges = [tuple(args.names)] if args.names else EDGES
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    if args.only:
-        fine = all(prove(edge, args.only) for edge in edges)
-    else:
-        fine = prove_changed(edges, args.full)
-    sys.exit(0 if fine else 1)
+    fine = [prove(edge, args.only, args.full) for edge in edges]
+    sys.exit(0 if all(fine) else 1)

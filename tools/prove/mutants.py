@@ -89,6 +89,7 @@ class Diff:
                 texts = [bare(x.split("\n")) for x in (*old[i1:i2], *new[j1:j2])]
                 same = align(texts[: i2 - i1], texts[i2 - i1 :], likeness)
             pairs |= {self.units[j1 + j]: old_units[i1 + i] for i, j in same}
+        pairs.setdefault(self.units[0], old_units[0])  # the docstrings
         return pairs
 
     def words(self, first, last):
