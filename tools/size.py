@@ -12,6 +12,7 @@ dense: in click's and nanochat's code, 4 to 10 % of the lines are.
 Exit status 1: something is too large.
 """
 
+import functools
 import io
 import re
 import sys
@@ -72,6 +73,7 @@ def parent_of(name):
     return named[1] if named else PARENTS.get(name)
 
 
+@functools.cache
 def own_tokens(name):
     """`tokens_of` the lines that are no verbatim copy of the parent's."""
     tokens, parent = tokens_of(name), parent_of(name)

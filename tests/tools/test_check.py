@@ -13,7 +13,7 @@ def test_what_a_new_script_lacks_is_listed(tmp_path):
     script.write_text((tmp_path / "multigpu.py").read_text())
     edit(script, ("Parent: single_gpu.py", "Parent: multigpu.py"))
     edit(script, ("python multigpu.py", "python -m variants.new"))
-    edit(tmp_path / "utils.py", ("import math\n", "import  math\n"))
+    (tmp_path / "tests/badly_formatted.py").write_text("pair = [1,2]\n")
     words = ["python", "-m", "tools.prove.check", "--text", "variants/new.py"]
     done = Program(words, tmp_path).finish()
     left = [x for x in done.stdout.splitlines() if x.startswith("- ")]
