@@ -1,6 +1,7 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
 import ast
+import collections
 import json
 import os
 import re
@@ -40,21 +41,35 @@ def pytest_addoption(parser):
     )
 
 
-left_out = {}  # {file: how many of its tests}
+# Gradients are computed in forks, so that tests pass in any order.
+
+backward = torch.autograd.backward
+grad = torch.autograd.grad
+
+
+def refuse(*_, **__):
+    pytest.fail("gradients in pytest's own process: tests/helpers/forked.py says why")
+
+
+def allow():
+    torch.autograd.backward = backward
+    torch.autograd.grad = grad
+
+
+torch.autograd.backward = refuse
+torch.autograd.grad = refuse
+os.register_at_fork(after_in_child=allow)
+
+
+left_out = collections.Counter()  # {folder: how many of its tests}
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test that is named, as `FILE::TEST`, runs without --all, too.
-
-    The stand-in comes first: autograd counts devices at a process' first backward().
-    """
-    first = "test_gpu.py", "test_standin.py"
-    items.sort(key=lambda item: item.path.name not in first)
+    """A test that is named, as `FILE::TEST`, runs without --all, too."""
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
     waiting = [item for item in items if item.get_closest_marker("waits")]
-    for item in waiting:
-        left_out[item.path.name] = left_out.get(item.path.name, 0) + 1
+    left_out.update(item.path.parent.name for item in waiting)
     config.hook.pytest_deselected(items=waiting)
     items[:] = [item for item in items if item not in waiting]
 
@@ -63,8 +78,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_unconfigure(config):
     """The last line that pytest prints."""
     if left_out:
-        files = ", ".join(f"{name} ({count})" for name, count in left_out.items())
-        print(f"Left out, because they wait: {files}. To run them too: pytest --all")
+        counts = ", ".join(f"{count} in {name}" for name, count in left_out.items())
+        print(f"Left out, because they wait: {counts}. To run them too: pytest --all")
 
 
 # Runs

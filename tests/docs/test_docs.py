@@ -12,6 +12,7 @@ from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
 from tools.site.pages import GROUPS, TEST, page_names, parse
 
 PAGES = page_names()
+MORE_PAGES = ["tests/README.md", "benchmarks/README.md"]
 
 
 def text_of(page):
@@ -50,7 +51,7 @@ def test_chapter_1_quotes_the_script():
         assert quote in text_of("single_gpu.py"), f"single_gpu.py has no:\n{quote}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -67,7 +68,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, target
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
 def test_the_tests_that_are_named_exist(page):
     for name, path in TEST.findall(text_of(page)):
         assert f"\ndef {name}(" in text_of(path), (name, path)

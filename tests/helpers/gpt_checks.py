@@ -5,6 +5,8 @@
 
 import torch
 
+from tests.helpers.forked import in_a_fork
+
 
 def build(module, seed=0, **options):
     """A small GPT in float64, so that a comparison can be tight."""
@@ -65,6 +67,7 @@ def check_cache(model):
         assert torch.equal(*texts)
 
 
+@in_a_fork
 def check_overfits(module, steps=80):
     """It learns one batch by heart, whose rows differ from their first token on."""
     model = build(module).float().train()

@@ -159,12 +159,6 @@ def test_a_split_shares_nothing_and_cuts_no_character(texts, train, val, tmp_pat
     assert whole(corpus) == "\n".join(texts)
 
 
-def test_validation_has_about_a_megabyte_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "MAX_VALIDATION", 500)
-    path = write(tmp_path / "text.txt", "line\n" * 10_000)
-    assert len(data.prepare(path, "chars", tmp_path / "cache").val) <= 500
-
-
 @pytest.fixture
 def counted(monkeypatch):
     """The places that were encoded."""

@@ -12,6 +12,7 @@ import torch
 
 from mingpt import cpu_attention, loading, modern, options
 from mingpt import model as module
+from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import awake, build, check_cache, check_causal, tokens
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -28,6 +29,7 @@ def test_causal(which, checkpoint, dropout):
 @pytest.mark.waits
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
 @both
+@in_a_fork
 def test_causal_compiled(which):
     model = awake(build(which, n_layer=1, dropout=0.2)).train()
     check_causal(model, torch.compile(model))
@@ -96,6 +98,7 @@ def test_in_16_bits_the_attention_is_and_the_loss_is_not(which):
         assert model.bfloat16()(idx, targets)[1].dtype == torch.float32
 
 
+@in_a_fork
 def test_checkpoint_changes_the_memory_and_no_gradient():
     found = []
     for checkpoint in (False, True):

@@ -1,6 +1,6 @@
 """mingpt/modern.py: each change alone, all but each, and what each of them claims.
 
-test_gpt_model.py shows of both models what both must do.
+test_model.py shows of both models what both must do.
 """
 
 import functools
@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import ablation
 from mingpt import modern as module
+from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import (
     awake,
     build,
@@ -158,6 +159,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
         assert group["lr"] == group["initial_lr"] == 1e-3
 
 
+@in_a_fork
 def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
     model = awake(build(module)).float()
     optimizer = module.make_optimizer(model, 1e-2, 0.0)
@@ -174,6 +176,7 @@ def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
 
 
 @pytest.mark.parametrize("name", ["transformer.wte", "transformer.h.1.mlp.c_fc"])
+@in_a_fork
 def test_a_scaler_skips_both_optimizers_or_none(name):
     """One infinite gradient, of either optimizer, and no weight of either moves."""
     model = build(module).float()

@@ -137,7 +137,7 @@ def test_resume_compiled(gpt, tmp_path):
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("model", ["model", "modern", "modern --shard"])
+@pytest.mark.parametrize("model", ["model", "modern --shard"])
 def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     reference, stopped = tmp_path / "a", tmp_path / "b"
@@ -208,7 +208,6 @@ def saved(gpt, tmp_path_factory):
 
 BAD = {
     "accumulate": (["--accumulate", 3], "--batch-size 8: no multiple of --accumulate"),
-    "heads": (["--n-head", 3], "32 wide: no 3 equal heads"),
     "model": (["--model", "no.such"], "--model no.such: No module named 'no'"),
     "text": (["--block-size", 10**5], r"a text of \d+ tokens has no whole block"),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not from 0 on and below 1"),

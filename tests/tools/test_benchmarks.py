@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import diloco, gpt, variants
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
+from tests.helpers.forked import in_a_fork
 from tools.run.hosts import Hosts
 from tools.run.processes import Program
 from tools.scripts import ROOT
@@ -101,6 +102,7 @@ def test_versions_train_the_same(tmp_path):
     assert second.loss < first.loss < math.log(120)
 
 
+@in_a_fork
 def test_flops_are_those_that_pytorch_counts():
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100}
     model, idx = GPT(GPTConfig(**sizes, block_size=16)), torch.zeros(3, 16).long()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
+from tests.helpers.forked import in_a_fork
 from tools.run.launch import command, environment, objects_of, plant, run_script
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
@@ -22,6 +23,7 @@ def accuracies(done):
     return [float(x) for x in re.findall(r"retrieval accuracy (\S+)", done.stdout)]
 
 
+@pytest.mark.waits
 def test_learns(typed):
     """The docstring's own command finds at least 92 % of the held-out points."""
     folder, done, _ = typed(NAME)
@@ -78,6 +80,7 @@ def trained(folder, nodes, nprocs, *changes):
     return done[0]
 
 
+@in_a_fork
 def assert_as_by_hand(folder, done, nodes, batch_size):
     """It ends as an epoch in one process, with nothing to gather: here.
 
@@ -154,9 +157,6 @@ def test_refused_in_one_line(tmp_path, world_size, nodes, batch_size, line):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"ddp2.py: error: {line}")
     assert not list(tmp_path.iterdir())
-
-
-# What the chapter shows
 
 
 # What it learns

@@ -5,6 +5,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
+from tests.helpers.forked import in_a_fork
 from tools.run.launch import launch, objects_of, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
@@ -25,6 +26,7 @@ def batches(data, epoch, ranks):
         yield torch.tensor(list(sampler)).split(BATCH)
 
 
+@in_a_fork
 def trained(ranks_by_epoch):
     """The weights after these epochs. The outer optimizer is torch.optim's."""
     train_set, _, model, loss_fn, _ = objects_of(NAME)

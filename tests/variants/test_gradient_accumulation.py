@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.forked import in_a_fork
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
@@ -118,6 +119,7 @@ class Alone(torch.nn.Linear):
     no_sync = contextlib.nullcontext
 
 
+@in_a_fork
 def test_groups_of_a_loader():
     """The page's lines, for ten batches of eight and one of five, four to a step."""
     fences = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

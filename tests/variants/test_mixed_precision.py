@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
+from tests.helpers.forked import in_a_fork
 from tools.run.launch import hooks_to_compare, launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
 from tools.scripts import ROOT
@@ -224,6 +225,7 @@ def test_each_precision_resumes_the_others(
 
 
 @pytest.mark.parametrize("case", ["together", "apart", "not frozen", "frozen"])
+@in_a_fork
 def test_what_is_clipped_together_must_be_one_optimizers(case):
     """The gradients of the first layer overflow, and so does a norm with them in it.
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 
 import pytest
@@ -16,13 +15,12 @@ from tests.conftest import once
 from tools.run.launch import (
     command,
     environment,
-    launch,
     objects_of,
     plant,
     train,
 )
 from tools.run.processes import Program, left_over
-from tools.run.results import load, same_bits
+from tools.run.results import load
 
 NAME = "variants/real_job.py"
 STEPS = 22  # of an epoch with an effective batch of 64
@@ -48,6 +46,7 @@ def expected_rates(total_steps):
     return rates
 
 
+@pytest.mark.waits
 def test_learns(typed):
     """The docstring's own command reads at least 93 % of the held-out digits."""
     folder, done, _ = typed(NAME)
@@ -143,51 +142,24 @@ def test_a_huge_gradient_is_clipped(tmp_path):
     assert first["norms"] == second["norms"]
 
 
-# Interrupted, and resumed
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory):
-    """`failed()`: a folder with a run that failed in its fourth epoch of five."""
-
-    @once
-    def run():
-        folder = tmp_path_factory.mktemp("failed")
-        script = plant(NAME, folder / "copy", hooks=["faults:in_step_80"])
-        done = launch(script, 5, 2, cwd=folder, real="", IN_STEP_80="raise")
-        assert done.returncode == 1
-        assert [row["epoch"] for row in rows(folder)] == [1, 2, 3]
-        assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
-        return folder
-
-    return run
-
-
-def test_resumed_it_repeats_rates_noise_and_log(failed, runs, tmp_path):
-    """The learning rates, the random numbers of the workers, the lines of the log."""
-    folder = shutil.copytree(failed(), tmp_path / "resumed")
-    undisturbed, _ = runs(NAME)
-    done = train(plant(NAME, tmp_path / "copy"), 5, 2, cwd=folder)
-    assert len(re.findall("(?m)^lr is .* by schedule, ", done.stdout)) == 1
-    files = [x / "snapshot.pt.csv" for x in (folder, undisturbed)]
-    assert files[0].read_text() == files[1].read_text()
-    snapshots = [load(x / "snapshot.pt") for x in (folder, undisturbed)]
-    assert same_bits(*snapshots)
+# Resumed, as is tested of all scripts, with another batch
 
 
 @pytest.mark.waits
-def test_resumed_with_another_batch_the_schedule_keeps_its_place(failed, tmp_path):
+def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
     """An epoch has twice as many steps then. Another script's snapshot has no log."""
-    folder = shutil.copytree(failed(), tmp_path / "resumed")
-    snapshot = load(folder / "snapshot.pt")
+    path = copy_of(runs(NAME)[0])
+    folder = path.parent
+    snapshot = load(path)
     del snapshot["LOG"]
-    torch.save(snapshot, folder / "snapshot.pt")
-    script = plant(NAME, tmp_path / "copy", hooks=["real_job"])
-    train(script, 5, 2, "--batch-size", 16, cwd=folder)
+    torch.save(snapshot, path)
+    script = plant(NAME, folder / "copy", hooks=["real_job"])
+    done = train(script, 8, 2, "--batch-size", 16, cwd=folder)
+    assert len(re.findall("(?m)^lr is .* by schedule, ", done.stdout)) == 1
     steps = 1437 // 32
-    expected = pytest.approx(expected_rates(5 * steps)[2 * steps :])
+    expected = pytest.approx(expected_rates(8 * steps)[5 * steps :])
     assert [x["rates"] for x in noted(folder)] == [expected] * 2
-    assert [x["epoch"] for x in rows(folder, "snapshot.pt.csv.0")] == [3, 4, 5]
+    assert [x["epoch"] for x in rows(folder, "snapshot.pt.csv.0")] == [6, 7, 8]
 
 
 # The data, and its random numbers

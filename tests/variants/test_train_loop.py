@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import utils
 from tests.conftest import once
+from tests.helpers.forked import in_a_fork
 from tools.run import slurm_cluster
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits, weights
@@ -197,6 +198,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@in_a_fork
 def test_a_schedule_resumes(tmp_path, name):
     """In a new loop, it goes on from the rate and the step of the snapshot."""
     ends = []
@@ -276,6 +278,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
+@in_a_fork
 def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
     """One line, exit status 2, no file written."""
     monkeypatch.chdir(tmp_path)
@@ -290,6 +293,7 @@ def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@in_a_fork
 def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     """No file is read or written, so that the next run trains, too."""
     monkeypatch.chdir(tmp_path)

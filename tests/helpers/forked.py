@@ -1,0 +1,42 @@
+"""Compute gradients in a fork: at its first one, autograd counts a process' devices.
+
+Later forks of that process would inherit the count, and the stand-in for GPUs, whose
+devices appear in a fork, would have none. tests/conftest.py refuses a gradient in
+pytest's own process.
+"""
+
+import functools
+import os
+import tempfile
+import traceback
+
+import torch
+
+
+def in_a_fork(function):
+    """`function`, called in a fork: what it returns comes back, or that it failed."""
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        with tempfile.TemporaryFile() as file:
+            pid = os.fork()
+            if pid == 0:
+                write(file, function, *arguments, **options)
+            os.waitpid(pid, 0)
+            file.seek(0)
+            result, failure = torch.load(file)
+        assert not failure, failure
+        return result
+
+    return call
+
+
+def write(file, function, *arguments, **options):
+    """In the fork: write down (result, failure) and end."""
+    try:
+        outcome = function(*arguments, **options), None
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    torch.save(outcome, file)
+    file.flush()
+    os._exit(0)
