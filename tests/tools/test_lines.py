@@ -173,11 +173,12 @@ def another(a):
 """,
     "tests/test_them.py": """import os
 SIZE = 3
+OTHER = 5
 @pytest.mark.waits
 def test_named():
     assert SIZE == 4
 def test_another():
-    assert SIZE == 5
+    assert OTHER == 5
 """,
 }
 CHANGES = [  # a text of a file, another one, and the lines that are proven once more
@@ -189,7 +190,8 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
     ("utils.py", "return 2", "return 3", []),
     ("tests/test_them.py", "SIZE == 4", "SIZE == 3", [3, 4, 6]),
     ("tests/test_them.py", "SIZE = 3", "SIZE = 4", [3, 4, 6]),
-    ("tests/test_them.py", "SIZE == 5", "SIZE == 3", []),
+    ("tests/test_them.py", "OTHER == 5", "OTHER == 6", []),
+    ("tests/test_them.py", "OTHER = 5", "OTHER = 6", []),
     ("tests/test_them.py", "import os", "import sys", []),
     ("tests/test_them.py", "@pytest.mark.waits", "# quick now", []),
 ]
@@ -198,8 +200,7 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
 def keys(root, monkeypatch, test="tests/test_them.py::test_named"):
     """{line: the key of the mutant there} of script.py, which adds all lines."""
     monkeypatch.setattr(lines, "ROOT", root)
-    for function in (lines.code_of_utils, lines.code_of_test):
-        function.cache_clear()
+    lines.code_of.cache_clear()
     text = (root / "script.py").read_text()
     made = mutants("import utils\ndef first(a):\n    0\ndef second(a):\n    0\n", text)
     made = [x for x in made if x.kind == "statement"]

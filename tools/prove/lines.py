@@ -13,8 +13,8 @@ that ran and failed kills a mutant. A test that times out, whose fixture fails o
 pytest cannot collect is no verdict: the others decide.
 
 tools/prove/green.json records each mutant that a test has killed. It runs again only if
-its function has changed, a function of utils.py that it calls, its named tests, or what
-else their files have besides tests. A test's folder may change, and so may comments and
+its function has changed, a function of utils.py that it calls, a named test, or what
+this test uses of its file. A test's folder may change, and so may comments and
 imports. So .ci/run proves what has changed; --full skips nothing, and CI does it once a
 week. The test that killed a mutant before runs first.
 
@@ -38,7 +38,7 @@ from pathlib import Path
 import pytest
 
 from tools.cli import Parser
-from tools.diffs import KINDS, hunks
+from tools.diffs import hunks
 from tools.files import copy_tree
 from tools.prove.mutants import mutants
 from tools.run.processes import Program, TimedOut, end_all
@@ -284,7 +284,7 @@ def key_of(text, mutant, tests):
     """
     before, after = (Counter(statements_of(ast.parse(x))) for x in (text, mutant.text))
     changed = [*(before - after), "becomes", *(after - before)]
-    parts = [mutant.kind, *changed, *used_of_utils(changed)]
+    parts = [mutant.kind, *changed, *used_of(code_of("utils.py"), changed)]
     parts += [code_of_test(test) for test in sorted(tests, key=without_folder)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     what = mutant.what.partition(" # ")[0]
@@ -305,9 +305,9 @@ def statements_of(tree, scope=""):
         yield f"{scope}: {ast.unparse(node)}"
 
 
-def used_of_utils(texts):
-    """The code in utils.py of what these texts name, and of what that names."""
-    codes, used, to_read = code_of_utils(), set(), [*texts]
+def used_of(codes, texts):
+    """What of `codes`, {name: code}, these texts name, and what that names."""
+    used, to_read = set(), [*texts]
     while to_read:
         names = set(re.findall(r"\w+", to_read.pop())) & set(codes) - used
         used |= names
@@ -316,27 +316,37 @@ def used_of_utils(texts):
 
 
 @functools.cache
-def code_of_utils():
-    """{name of a function or class in utils.py: its code}"""
-    tree = ast.parse((ROOT / "utils.py").read_text())
-    return {x.name: ast.unparse(x) for x in tree.body if isinstance(x, KINDS)}
+def code_of(path):
+    """{name: the code that defines it} of what stands at the top level of a file.
 
-
-@functools.cache
-def code_of_test(test):
-    """The code of a test and of its file, which may have moved, without other tests.
-
-    Not the bytes: a comment, an import, or a mark that a test waits costs no proof.
+    Not the bytes: a comment, an import or a mark that a test waits costs no proof.
     """
+    codes = {}
+    for node in CodeOfTest().visit(ast.parse((ROOT / path).read_text())).body:
+        defined = {getattr(node, "name", "")}
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            defined = {x.id for x in ast.walk(node) if is_set(x)}
+        for name in defined:
+            codes[name] = codes.get(name, "") + ast.unparse(node)
+    return codes
+
+
+def is_set(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def code_of_test(test):
+    """The code of a test, whose file may have moved, and of what it uses there."""
     path, _, name = test.partition("::")
-    tree = CodeOfTest().visit(ast.parse((ROOT / path).read_text()))
-    found = [(getattr(node, "name", ""), node) for node in tree.body]
-    kept = [x for its, x in found if its == name or not its.startswith("test_")]
-    return "\n".join([without_folder(test), *map(ast.unparse, kept)])
+    used = used_of(code_of(path), [name])
+    return "\n".join([without_folder(test), *used])
+
+
+NO_CLAIM = "pytest.mark.waits", "in_a_fork"
 
 
 class CodeOfTest(ast.NodeTransformer):
-    """Drops imports, and the mark of tests that wait."""
+    """Drops imports, and what says when and where a test runs."""
 
     def visit_Import(self, node):
         return None
@@ -345,7 +355,7 @@ class CodeOfTest(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node):
         marks = node.decorator_list
-        marks[:] = [x for x in marks if ast.unparse(x) != "pytest.mark.waits"]
+        marks[:] = [x for x in marks if ast.unparse(x) not in NO_CLAIM]
         return self.generic_visit(node)
 
 
