@@ -38,7 +38,7 @@ def test_no_two_ranks_or_epochs_draw_the_same():
 
 def test_all_processes_together_take_the_batches_of_one():
     """Equal shares, another order in each epoch, also on three processes."""
-    shares = fence(ADAPT, "batch[rank::world_size]")
+    shares = fence(ADAPT, "in batch_sampler")
 
     def batches(epoch, rank, world_size):
         sampler = RandomSampler(range(24), generator=torch.Generator())
