@@ -8,7 +8,6 @@ import textwrap
 
 import numpy
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tools.run.warm import Fork
 from tools.scripts import ROOT
@@ -34,28 +33,6 @@ def test_no_two_ranks_or_epochs_draw_the_same():
         exec(seeds, names | {"epoch": epoch, "rank": rank})
         drawn += random.random(), numpy.random.rand(), torch.rand(()).item()
     assert len(set(drawn)) == 3 * 4 * 3
-
-
-def test_all_processes_together_take_the_batches_of_one():
-    """Equal shares, another order in each epoch, also on three processes."""
-    shares = fence(ADAPT, "in batch_sampler")
-
-    def batches(epoch, rank, world_size):
-        sampler = RandomSampler(range(24), generator=torch.Generator())
-        names = {"sampler": sampler, "rank": rank, "world_size": world_size}
-        names["batch_sampler"] = BatchSampler(sampler, 6, drop_last=True)
-        names |= {"args": argparse.Namespace(seed=1), "epoch": epoch}
-        names |= {"train_set": range(24), "DataLoader": DataLoader}
-        exec(shares, names)
-        return [batch.tolist() for batch in names["train_loader"]]
-
-    for world_size in 2, 3:
-        alone = batches(1, 0, 1)
-        ranks = [batches(1, rank, world_size) for rank in range(world_size)]
-        for batch, *parts in zip(alone, *ranks, strict=True):
-            assert {len(part) for part in parts} == {6 // world_size}
-            assert sorted(sum(parts, [])) == sorted(batch)
-    assert alone != batches(2, 0, 1)
 
 
 BLOCKS = """

@@ -211,14 +211,6 @@ def test_device_cpu_starts_two_processes(machine):
 # The objects of load_train_objs
 
 
-def test_no_held_out_sample(line_of):
-    data, none = utils.MyTrainDataset(40), utils.MyTrainDataset(0)
-    model = torch.nn.Linear(20, 1)
-    task = model, sgd(model.parameters(), 0.1)
-    utils.check_objects(data, data, *task, 40)
-    assert line_of(utils.check_objects, data, none, *task, 1).endswith(", 0 held out")
-
-
 @pytest.mark.parametrize("name", TRUNK)
 def test_more_processes_than_samples(name, tmp_path):
     """A rank that has said what is wrong is followed by no traceback."""
@@ -263,6 +255,7 @@ def refuse_weights(*weights):
 
 assert not refuse_samples((80, 80), (9, 9), batch=40)
 assert refuse_samples((80, 80), (9, 9), batch=41)
+assert refuse_samples((80, 80), (0, 0))
 assert refuse_samples((80, 81), (9, 9))
 assert refuse_samples((80, 80), (9, 10))
 assert not refuse_weights(1, 1.000009)
