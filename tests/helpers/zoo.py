@@ -10,6 +10,7 @@ import functools
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.nn import Buffer, Linear, Sequential, Tanh
@@ -265,12 +266,22 @@ NAMES = [x for x in SCRIPTS if definition(x, "Trainer")]
 NAMES.sort(key=lambda name: len(ancestry(name)))  # parents first
 # PyTorch keeps one mesh for all runs here, which must not be emptied.
 KEEP_MESH = {"vars": lambda mesh: {}, "forget_meshes": lambda model: None}
-ONE_LOSS = {"evaluate_retrieval": lambda seen, f: (sum(f(*x).item() for x in seen), 0)}
+
+
+def evaluate(seen, loss_fn):
+    """The mean over the samples of all ranks, as other scripts than ddp2.py have it."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, seen)
+    pairs = sum(parts, [])
+    losses = [loss_fn(*pair).item() * len(pair[0]) for pair in pairs]
+    return sum(losses) / sum(len(output) for output, _ in pairs), 0
+
+
 REPLACED = {
     "variants/fsdp.py": KEEP_MESH,
     "variants/sharded_snapshot.py": KEEP_MESH,
     "variants/tensor_parallel.py": KEEP_MESH,
-    "variants/ddp2.py": ONE_LOSS,
+    "variants/ddp2.py": {"evaluate_retrieval": evaluate},
     "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
 # One rank would wait for the other until gloo's time-out.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mingpt.train import lr_scale
+from tests.helpers.text import sentences
 from tools.run.processes import Program
 from tools.run.results import load, same_bits, weights
 from tools.scripts import ROOT
@@ -334,10 +335,9 @@ def test_clips_the_gradients_that_are_not_scaled(gpt, tmp_path, precision):
 # The golden curve
 
 GOLDEN = ROOT / "tests" / "golden"
-# This made curve.csv, in tests/golden, as mingpt.metrics.csv:
-# DO=float64 python ../../tests/hooks/gpt.py --data text.txt --steps 80
-#     --eval-every 40 --precision fp32 --compile off
-DEFAULT_RUN = ["--data", GOLDEN / "text.txt", "--steps", 80, "--eval-every", 40]
+# Its curve.csv is the mingpt.metrics.csv that this leaves in /tmp/golden:
+# pytest --basetemp=/tmp/golden tests/mingpt/test_train.py::test_golden_curve
+DEFAULT_RUN = ["--data", "text.txt", "--steps", 80, "--eval-every", 40]
 DEFAULT_RUN += ["--precision", "fp32", "--compile", "off"]
 # In float64: processors round differently, and Adam makes that 0.03 in float32.
 # Processors without AVX2 begin with other weights, and fail here.
@@ -348,6 +348,7 @@ TOLERANCE = 1e-5
 def test_golden_curve(tmp_path):
     """The preset's own sizes, on a text that is the same with every Python."""
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "DO": "float64"}
+    (tmp_path / "text.txt").write_text(sentences(1000))
     done = Program(["python", FAULTS, *DEFAULT_RUN], tmp_path, **env).finish()
     assert done.returncode == 0, done.stderr
     ours, golden = metrics(tmp_path), metrics(GOLDEN, "curve.csv")

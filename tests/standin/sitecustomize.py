@@ -53,6 +53,23 @@ def set_data(tensor, new):
     torch.utils.swap_tensors(tensor, new)
 
 
+def add_random_numbers(module, generator):
+    """Each device draws its own, which `torch.manual_seed` and `fork_rng` know."""
+
+    def of(device):
+        index = torch.device(device).index
+        return generator(module.current_device() if index is None else index)
+
+    def manual_seed_all(seed):
+        for index in range(module.device_count()):
+            generator(index).manual_seed(seed)
+
+    module.manual_seed = lambda seed: of("standin").manual_seed(seed)
+    module.manual_seed_all = manual_seed_all
+    module.get_rng_state = lambda device="standin": of(device).get_state()
+    module.set_rng_state = lambda state, device="standin": of(device).set_state(state)
+
+
 def device_module(compiled):
     """What `torch.cuda` is for CUDA."""
     module = types.ModuleType("torch.standin")
@@ -60,7 +77,7 @@ def device_module(compiled):
     module.device_count, module.current_device = compiled.count, compiled.current
     module.set_device = lambda x: compiled.set_current(getattr(x, "index", x))
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.manual_seed_all = lambda seed: None  # it draws what the CPU draws
+    add_random_numbers(module, compiled.generator)
     module.Stream, module.Event = torch.Stream, torch.Event
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream

@@ -1,8 +1,9 @@
 // A stand-in for an accelerator: a device type of its own over the CPU's memory, and
 // collectives that refuse what NCCL refuses. sitecustomize.py builds and registers it.
 //
-// It shows that all that belongs on a device is there, and what waits for it. It computes
-// as the CPU does, one operation after the other: it shows neither speed nor races.
+// It shows that all that belongs on a device is there, and what waits for it. Each device
+// has random numbers of its own, by the CPU's algorithm. It computes as the CPU does, one
+// operation after the other: it shows neither speed nor races.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -67,9 +68,28 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// One per device, as torch.cuda.default_generators. Made once: they hold what is drawn next.
+const at::Generator& own_generator(DeviceIndex index) {
+  static std::vector<at::Generator> all;
+  while (all.size() <= (size_t)index) all.push_back(at::make_generator<at::CPUGeneratorImpl>());
+  return all[index];
+}
+
+// While it lives, the CPU's kernels draw from the device's generator, not from the CPU's.
+struct DrawFrom {
+  at::Generator cpu = at::detail::getDefaultCPUGenerator(), own;
+  Tensor kept = cpu.get_state();
+  explicit DrawFrom(DeviceIndex index) : own(own_generator(index)) { cpu.set_state(own.get_state()); }
+  ~DrawFrom() {
+    own.set_state(cpu.get_state());
+    cpu.set_state(kept);
+  }
+};
+
 struct Hooks : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return count() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return own_generator(index < 0 ? current : index); }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(); }
   Device getDeviceFromPtr(void*) const override { return {TYPE, current}; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
@@ -129,6 +149,8 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   bool before = std::exchange(falling_back, true);
   c10::DeviceGuard guard(device.value_or(Device(TYPE, current)));
+  std::optional<DrawFrom> drawn;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) drawn.emplace(current);
   at::native::cpu_fallback(op, stack);
   falling_back = before;
 }
@@ -182,6 +204,9 @@ struct Strict : c10d::Backend {
   }
   Tensor taken(const Tensor& x) {
     connect();
+    return checked(x);
+  }
+  Tensor checked(const Tensor& x) {
     TORCH_CHECK(x.device().type() == TYPE, "No backend type associated with device type cpu");
     TORCH_CHECK(x.device().index() == bound(), "bound to device ", bound(), ", not ", x.device());
     TORCH_CHECK(x.is_contiguous(x.suggest_memory_format()), "Tensors must be contiguous");
@@ -220,6 +245,15 @@ struct Strict : c10d::Backend {
   FROM_TO(allgather_into_tensor_coalesced, Tensors, Tensors, AllgatherOptions)
   FROM_TO(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
   FROM_TO(reduce_scatter_tensor_coalesced, Tensors, Tensors, ReduceScatterOptions)
+  // These two ranks alone take part, and nothing waits here, as with NCCL.
+  Work send(Tensors& x, int to, int tag) override {
+    Tensors mine{checked(x.at(0))};
+    return gloo->send(mine, to, tag);
+  }
+  Work recv(Tensors& x, int from, int tag) override {
+    Tensors mine{checked(x.at(0))};
+    return gloo->recv(mine, from, tag);
+  }
   Work barrier(const c10d::BarrierOptions& options) override { return gloo->barrier(options); }
 };
 
@@ -228,6 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("count", &count);
   m.def("seen", [] { return seen; });
   m.def("current", [] { return current; });
+  m.def("generator", [](int index) { return own_generator(index); });
   m.def("set_current", [](int x) { Guard().setDevice({TYPE, (DeviceIndex)x}); });
   using Backend = c10::intrusive_ptr<c10d::Backend>;
   m.def("strict", [](Backend gloo) -> Backend { return c10::make_intrusive<Strict>(gloo); });

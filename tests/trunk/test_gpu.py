@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import VISIBLE
+from tests.helpers.text import sentences
 from tools.run.launch import (
     HOOKS,
     environment,
@@ -42,7 +43,7 @@ BUILT_FOR = pytest.mark.skipif(
     not REAL, reason="compiles for GPUs: PyTorch is built for no GPU"
 )
 pytestmark = pytest.mark.waits
-TEXT = ["--data", ROOT / "tests" / "golden" / "text.txt", "--cache", "tokens"]
+TEXT = ["--data", "text.txt", "--cache", "tokens"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,6 +157,7 @@ def printed(done):
 
 def gpt(*options, cwd, script=("-m", "mingpt.train"), **how):
     cwd.mkdir(exist_ok=True)
+    (cwd / "text.txt").write_text(sentences(1000))
     steps = ["--steps", 20, "--eval-every", 10]
     return run(*script, *TEXT, *steps, *options, cwd=cwd, **how)
 

@@ -10,6 +10,7 @@ import torch
 
 import utils
 from tools.run.launch import launch, plant, run_script, train
+from tools.run.processes import Program
 from tools.run.results import load
 from tools.scripts import ROOT
 
@@ -210,14 +211,6 @@ def test_device_cpu_starts_two_processes(machine):
 # The objects of load_train_objs
 
 
-def test_no_held_out_sample(line_of):
-    data, none = utils.MyTrainDataset(40), utils.MyTrainDataset(0)
-    model = torch.nn.Linear(20, 1)
-    task = model, sgd(model.parameters(), 0.1)
-    utils.check_objects(data, data, *task, 40)
-    assert line_of(utils.check_objects, data, none, *task, 1).endswith(", 0 held out")
-
-
 @pytest.mark.parametrize("name", TRUNK)
 def test_more_processes_than_samples(name, tmp_path):
     """A rank that has said what is wrong is followed by no traceback."""
@@ -226,12 +219,64 @@ def test_more_processes_than_samples(name, tmp_path):
     assert line.startswith(f"too few: a step takes {ranks * 2049} of 2048 samples")
 
 
-def test_machines_with_different_data_are_refused(tmp_path):
-    change = "MyTrainDataset(2048)", "MyTrainDataset(2048 + utils.torchrun_env()[0])"
-    script = plant("multinode.py", tmp_path / "copy", change)
-    line = refused_in_a_rank("multinode.py", tmp_path, 5, 1, script=script)
-    start = "ranks have different numbers of (training, held-out) samples: "
-    assert line == f"{start}[(2048, 512), (2049, 512)]"
+OF_TWO_RANKS = """
+import torch
+import torch.distributed as dist
+import utils
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+utils.time.sleep = print  # (the others' time to speak)
+model = torch.nn.Linear(1, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters())
+
+
+def told(function, *arguments):
+    try:
+        function(*arguments)
+    except SystemExit:
+        return True
+    return False
+
+
+def samples(pair):
+    return range(pair[rank])
+
+
+def refuse_samples(train, held_out, batch=1):
+    sets = samples(train), samples(held_out)
+    return told(utils.check_objects, *sets, model, optimizer, batch)
+
+
+def refuse_weights(*weights):
+    model.weight.data.fill_(weights[rank])
+    return told(utils.check_weights, 0.0, model, 1, "s.pt")
+
+
+assert not refuse_samples((80, 80), (9, 9), batch=40)
+assert refuse_samples((80, 80), (9, 9), batch=41)
+assert refuse_samples((80, 80), (0, 0))
+assert refuse_samples((80, 81), (9, 9))
+assert refuse_samples((80, 80), (9, 10))
+assert not refuse_weights(1, 1.000009)
+assert not refuse_weights(-1.000009, 1)
+assert refuse_weights(1, 1.000011)
+assert refuse_weights(-1.000011, 1)
+"""
+
+
+def test_what_ranks_must_have_in_common(tmp_path):
+    """The numbers of training and of held-out samples, and the weights to 1e-5."""
+    (tmp_path / "ranks.py").write_text(OF_TWO_RANKS)
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "ranks.py"]
+    done = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
+    assert done.returncode == 0, done.stderr
+    line = "ranks have different numbers of (training, held-out) samples: "
+    assert done.stderr.count(f"ranks.py: error: {line}[(80, 9), (80, 10)]\n") == 2
+    line = (
+        "error: epoch 1: loss 0.000000, weights by rank 1, 1.00001, not saved to s.pt"
+    )
+    assert done.stderr.count(f"ranks.py: {line}\n") == 2
 
 
 def test_the_parent_loads_no_data(tmp_path):

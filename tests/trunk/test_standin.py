@@ -8,13 +8,14 @@ import re
 
 import pytest
 
-from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, train
+from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("standin")]
 STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
+ON_PATH = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "OMP_NUM_THREADS": 1}
 
 
 def test_two_ranks_on_one_device_are_refused(tmp_path):
@@ -59,13 +60,70 @@ def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
     words = ["python", "-m", "variants.multinode_spawn", 2, 1, "--nodes", 2]
     words += ["--nprocs", 2, "--master-port", 29517, "--nr"]
-    how = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "STANDIN_DEVICES": 4}
+    how = {"STANDIN_DEVICES": 4, **ON_PATH}
     forks = []
     for machine in range(2):
         (folder := tmp_path / str(machine)).mkdir()
         forks.append(Program([*words, machine], folder, STANDIN_HOST=machine, **how))
     for done in [fork.finish() for fork in forks]:
         assert done.returncode == 0, done.stderr
+
+
+DRAWS = """
+import torch
+from mingpt.model import attention
+from mingpt.split import attend
+
+q = torch.ones(1, 2, 9, 4, device="standin")
+for rank in 0, 1:
+    torch.manual_seed(0)
+    print(attend(attention, rank, q, q, q, 0.5).tolist())
+    print(torch.rand(2, device="standin").tolist(), torch.rand(2).tolist())
+"""
+
+
+def test_ranks_of_a_layer_later_draw_alike(tmp_path):
+    """From the device's own random numbers, which are not those of the CPU."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    done = run_script(tmp_path / "draws.py", cwd=tmp_path, **ON_PATH)
+    first, later, other, later_there = done.stdout.splitlines()
+    assert first != other
+    assert later == later_there
+
+
+RING = """
+import torch
+import torch.distributed as dist
+import utils
+
+rank, local_rank, world_size = utils.torchrun_env()
+device = utils.set_device("auto", local_rank)
+dist.init_process_group(device_id=device)
+mine = torch.full((3,), float(rank), device=device)
+its = torch.empty_like(mine)
+after, before = (rank + 1) % world_size, (rank - 1) % world_size
+works = dist.isend(mine, after), dist.irecv(its, before)
+for work in works:
+    work.wait()
+assert its.tolist() == 3 * [before]
+if rank == 0:
+    dist.send(mine + 5, 1)
+elif rank == 1:
+    dist.recv(its, 0)
+    assert its.tolist() == 3 * [5]
+try:
+    dist.send(mine.cpu(), after)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_ranks_send_to_one_another(tmp_path):
+    (tmp_path / "ring.py").write_text(RING)
+    words = ["torchrun", "--standalone", "--nproc-per-node=3", "ring.py"]
+    done = Program(words, tmp_path, STANDIN_DEVICES=3, **ON_PATH).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("No backend type associated with device type cpu") == 3
 
 
 GPT = "mingpt.train --steps 4 --preset nano --compile off --precision fp32"

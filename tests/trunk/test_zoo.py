@@ -18,6 +18,7 @@ pytest -s tests/trunk/test_zoo.py::test_every_case
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -31,29 +32,40 @@ GROUPS = {
     "sharded": ["variants/fsdp.py", "variants/sharded_snapshot.py"],
 } | {x.rpartition("/")[2].removesuffix(".py"): [x] for x in NAMES}
 UNUSED = [case for case in CASES if case.startswith("unused")]
-CASES_OF = {"optimizers": OPTIMIZERS, "unused": UNUSED, "others": NOT_MLP} | {
-    x: [x] for x in CASES
-}
+CASES_OF = (
+    {"optimizers": OPTIMIZERS, "unused": UNUSED, "others": NOT_MLP}
+    | {"with float32": ["float32", "mixed dtypes", "mixed in the root"]}
+    | {x: [x] for x in CASES}
+)
 # scripts | cases | how the outcome begins | why. Of several rows, the last one counts.
+# What differs does so by at most these shares, in its weights and in its losses. They
+# are half as large again as what was measured, on two ranks or on three.
 OTHERWISE = """
-diloco | optimizers | differs | it averages weights, not gradients
+diloco | optimizers | differs by 0.3 and 0.06 | it averages weights
+diloco | groups | differs by 0.95 and 0.95 | their rates are up to 1
+diloco | RMSprop | differs by 0.95 and 0.13 | its first steps are long
+diloco | Adafactor, Muon, two in one | differs by 0.05 and 0.009 | it averages
+diloco | Adadelta, RAdam, SparseAdam | differs by 0.005 and 0.006 | it averages
 diloco | SGD, ASGD, fused SGD, some parameters | equal | linear in the gradients
 all | one head overflows | Refused: epoch 1: loss nan | NaN replaces no snapshot
 all | loss with a parameter | Refused: the optimizer has parameters | DDP lacks them
 all | LBFGS | TypeError: LBFGS.step() missing | it computes the loss, several times
 DDP | unused | RuntimeError: Expected to have finished | DDP waits for it
 DDP | unused in the last step | saved, Refused: epoch 2: loss | ranks differ; 1 is saved
-multigpu | BatchNorm | differs | each rank has statistics of its own
-multigpu | dropout | differs | each rank draws numbers of its own
-multigpu, ddp2 | class weights | differs | each rank divides by its own sum of weights
-multigpu, ddp2 | ignore_index | differs | each rank divides by its own count
-ddp_by_hand | unused on one rank | differs | the other rank has another model
+multigpu | BatchNorm | differs by 0.15 and 0.09 | each rank has statistics of its own
+multigpu | dropout | differs by 0.36 and 0.09 | each rank draws numbers of its own
+multigpu, ddp2 | class weights | differs by 0.09 and 0.08 | each rank divides by its own
+multigpu, ddp2 | ignore_index | differs by 0.033 and 0.02 | each divides by its own
+ddp_by_hand | unused on one rank | differs by 1.2 and 1.4 | ranks' models differ
 ddp_by_hand | SparseAdam | RuntimeError: reshape is not | it flattens gradients
-gradient_accumulation | BatchNorm, spectral_norm | differs | they see parts of a batch
-gradient_accumulation | average of the weights, extra state | differs | they count parts
-gradient_accumulation | unused in the last step | differs | it counts parts, too
-gradient_accumulation | class weights, ignore_index | differs | parts divide by theirs
-mixed_precision | float32, mixed dtypes, mixed in the root | differs | autocast rounds
+gradient_accumulation | BatchNorm | differs by 0.45 and 0.35 | it sees parts
+gradient_accumulation | spectral_norm | differs by 0.16 and 0.002 | as BatchNorm
+gradient_accumulation | average of the weights | differs by 1e-9 and 1e-9 | as above
+gradient_accumulation | extra state | differs by 1e-9 and 1e-9 | as above
+gradient_accumulation | unused in the last step | differs by 0.5 and 0.3 | as above
+gradient_accumulation | class weights | differs by 0.26 and 0.07 | parts divide
+gradient_accumulation | ignore_index | differs by 0.08 and 0.02 | parts divide
+mixed_precision | with float32 | differs by 0.002 and 0.003 | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
 diloco | unused | RuntimeError: a parameter has no gradient | as DDP
 sharded | unused | RuntimeError: a parameter has no gradient | as DDP
@@ -65,13 +77,13 @@ sharded | Muon | Refused: Muon needs whole | its steps look at a whole matrix
 sharded | Rprop | Refused: Rprop needs whole | PyTorch's does not run on parts
 sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
 tensor_parallel | others | not run | its PLAN names the layers of an MLP
-tensor_parallel | Muon | differs | it rounds to bfloat16, and sums in another order
+tensor_parallel | Muon | differs by 0.0012 and 0.00013 | it rounds to bfloat16
 tensor_parallel | fused SGD | NotImplementedError | PyTorch's does not run on parts
 tensor_parallel | Adafactor, Rprop | RuntimeError: aten. | PyTorch's do not run on parts
-preemptible | dropout | differs | its random numbers follow from the step
-real_job | BatchNorm | differs | each rank has statistics of its own
-real_job | dropout | differs | each rank draws numbers of its own
-real_job | class weights, ignore_index | differs | each rank divides by its own
+preemptible | dropout | differs by 0.36 and 0.09 | each step has its numbers
+real_job | BatchNorm | differs by 0.06 and 0.06 | each rank has statistics of its own
+real_job | dropout | differs by 0.13 and 0.06 | each rank draws numbers of its own
+real_job | class weights, ignore_index | differs by 0.04 and 0.07 | ranks divide alone
 real_job | some parameters | resumed, it differs | gradients of others enter the norm
 """
 
@@ -85,6 +97,19 @@ def expected():
         cases = [x for name in cases.split(", ") for x in CASES_OF[name]]
         found |= dict.fromkeys(itertools.product(scripts, cases), (outcome, why))
     return found
+
+
+def fits(outcome, row):
+    """Whether it begins as `row` says. What differs does so by no more than there."""
+    pattern = "differs by (.+) and (.+)"
+    bounds = re.fullmatch(pattern, row)
+    if not bounds:
+        return outcome.startswith(row)
+    found = re.fullmatch(pattern, outcome)
+    if not found:
+        return False
+    pairs = zip(found.groups(), bounds.groups(), strict=True)
+    return all(float(apart) <= float(most) for apart, most in pairs)
 
 
 @pytest.mark.waits
@@ -105,6 +130,6 @@ def test_every_case(ranks, tmp_path):
             begins, why = expected().get((script, case), ("equal", ""))
             if outcome != "equal":
                 print(f"  {case}: {outcome} ({why})")
-            if not outcome.startswith(begins):
+            if not fits(outcome, begins):
                 wrong.append(f"{script}, {case}: {outcome}, not {begins}")
     assert not wrong

@@ -10,6 +10,7 @@ import gc
 import glob
 import io
 import json
+import math
 import os
 import pickle
 import sys
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 import utils
 from tools.run import launch
-from tools.run.results import same_bits
+from tools.run.processes import Done
+from tools.run.results import losses, same_bits
 from tools.scripts import ROOT, ancestry
 
 collect = gc.collect
@@ -103,7 +105,7 @@ def whole(state):
 
 
 def run(name, ranks, replaced, path):
-    """Train two epochs: [the model's last state, the optimizer's].
+    """Train two epochs: [the model's last state, the optimizer's], the losses printed.
 
     The script runs as it is started, but for what `replaced` has. It resumes from
     `path` and saves to `path` + ".1" and ".2".
@@ -131,16 +133,16 @@ def run(name, ranks, replaced, path):
     options += "--snapshot-path", path
     words = launch.command(ROOT / name, 2, 1, *options, nprocs=ranks.world)
     sys.argv = [str(ROOT / name), *words[words.index("2") :]]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(last, script)
-    return ended[0]
+    return ended[0], losses(Done(0, printed.getvalue(), ""))
 
 
 def attempt(name, ranks, *arguments):
-    """`run` on all ranks: (the first line of the first error, this rank's states)."""
-    fault = states = None
+    """`run` on all ranks: (the first line of the first error, what `run` returns)."""
+    fault = found = None
     try:
-        states = run(name, ranks, *arguments)
+        found = run(name, ranks, *arguments)
     except Exception as error:
         fault = time.monotonic(), f"{type(error).__name__}: {error}".splitlines()[0]
     if fault:  # not before the error, and all that it holds, is gone
@@ -148,7 +150,7 @@ def attempt(name, ranks, *arguments):
     faults = [x for x in ranks.exchange(fault) if x]
     if faults and name in launch.DISTRIBUTED:
         ranks.meet()
-    return min(faults)[1] if faults else None, states
+    return min(faults)[1] if faults else None, found
 
 
 def is_close(one, other):
@@ -162,23 +164,65 @@ def is_close(one, other):
     return True
 
 
+def distance(one, other):
+    """How far the numbers of two models' states are apart, as a share of their norm."""
+    apart, norm = 0, 0
+    for x, y in zip(tree_leaves(one), tree_leaves(other), strict=True):
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+            apart += (x - y).abs().double().square().sum().item()
+            norm += y.abs().double().square().sum().item()
+    return math.sqrt(apart / norm)
+
+
+def losses_agree(printed, others, state):
+    """(whether two lists of printed losses do, the largest share by which they differ).
+
+    state: of the model; bfloat16 rounds its losses, too.
+    """
+    kinds = [getattr(x, "dtype", None) for x in tree_leaves(state)]
+    rounding = 5e-3 if torch.bfloat16 in kinds else 1e-5
+    rows = zip(printed, others, strict=True)
+    pairs = [pair for row in rows for pair in zip(*row, strict=True)]
+    apart = max(abs(a / b - 1) for a, b in pairs)
+    return apart < rounding, apart
+
+
+def compare(mine, its):
+    """A script with its parent, in words: (a model's state, the losses) of each.
+
+    What differs does so by two shares: of the weights' norm, and of a loss.
+    """
+    (state, printed), (its_state, its_printed) = mine, its
+    agree, apart = losses_agree(printed, its_printed, state)
+    if agree and is_close(state, its_state):
+        return "equal"
+    return f"differs by {distance(state, its_state):.2g} and {apart:.2g}"
+
+
 def outcome(name, ranks, replaced, path, others):
-    """(how it went, in words; the model's last state); others: that of its parent."""
-    fault, mine = attempt(name, ranks, replaced, path)
+    """(how it went, in words; the model's last state and the losses).
+
+    others: state and losses of its parent. One rank prints, and compares.
+    """
+    fault, found = attempt(name, ranks, replaced, path)
     if fault:
         saved = "saved, " if glob.glob(f"{path}.[12]*") and "Refused" in fault else ""
         return saved + fault, None
+    mine, printed = found
     if not all(same_bits(x, mine) for x in ranks.exchange(mine)):
         return "ranks differ", None
-    fault, resumed = attempt(name, ranks, replaced, f"{path}.1")
+    fault, found = attempt(name, ranks, replaced, f"{path}.1")
     if fault:
         return f"resumed, {fault}", None
+    resumed, printed_later = found
     # On three ranks, the order of a sum depends on DDP's buckets, new after each start.
     same = is_close if ranks.world > 2 else same_bits
     if not all(ranks.exchange(same(resumed, mine))):
         return "resumed, it differs", None
-    equal = others is None or is_close(mine[0], others)
-    return "equal" if equal else "differs", mine[0]
+    if printed and not losses_agree(printed_later, printed[1:], mine)[0]:
+        return "resumed, its losses differ", None
+    mine = mine[0], printed
+    return compare(mine, others) if others and printed else "equal", mine
 
 
 def take(makers, names, replaced, left_out, alone_first):
@@ -198,6 +242,7 @@ def take(makers, names, replaced, left_out, alone_first):
         ways = [together if name in launch.DISTRIBUTED else alone]
         for ranks in [alone] * (name in alone_first) + ways:
             found[name] = {}
+            os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world)}
             ranks.meet() if name in launch.DISTRIBUTED else leave()
             for case in [x for x in makers if (name, x) not in left_out]:
                 others = [trained.get((x, case)) for x in ancestry(name)]

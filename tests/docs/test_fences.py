@@ -1,0 +1,113 @@
+"""Code that readers copy from the pages, and that no command of a page runs."""
+
+import argparse
+import itertools
+import random
+import re
+import textwrap
+
+import numpy
+import torch
+
+from tools.run.processes import Program
+from tools.scripts import ROOT
+
+
+def fence(page, text):
+    """The Python code of a page that has this text in it."""
+    fences = re.findall("```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    (code,) = [x for x in fences if text in x]
+    return textwrap.dedent(code)
+
+
+ADAPT = "docs/adapt_your_script.md"
+
+
+def test_no_two_ranks_or_epochs_draw_the_same():
+    """From the random numbers of each of the three libraries."""
+    seeds = fence(ADAPT, "numpy.random.seed(seed)")
+    names = {"args": argparse.Namespace(seed=1), "world_size": 4}
+    names |= {"random": random, "numpy": numpy, "torch": torch}
+    drawn = []
+    for epoch, rank in itertools.product(range(3), range(4)):
+        exec(seeds, names | {"epoch": epoch, "rank": rank})
+        drawn += random.random(), numpy.random.rand(), torch.rand(()).item()
+    assert len(set(drawn)) == 3 * 4 * 3
+
+
+BLOCKS = """
+import copy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import parallel
+from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils.data import DistributedSampler
+from variants import tensor_parallel
+
+PLAN_OF_THE_PAGE
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "q", "k", "v", "out":
+            setattr(self, name, nn.Linear(8, 8))
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        parts = self.q(x), self.k(x), self.v(x)
+        heads = [y.view(batch, tokens, -1, 4).transpose(1, 2) for y in parts]
+        y = scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return x + self.down(gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(48)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+dist.init_process_group("gloo")
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+source = torch.randn(2, 3, 8)
+whole = Model()
+model = copy.deepcopy(whole)
+optimizer = torch.optim.SGD(model.parameters())
+one_replica = DistributedSampler(range(1), num_replicas=1, rank=0)
+tensor_parallel.PLAN = PLAN
+tensor_parallel.split_layers(model, optimizer, one_replica, torch.device("cpu"))
+outputs = [x(source) for x in (whole, model)]
+torch.testing.assert_close(*outputs)
+for output in outputs:
+    output.square().mean().backward()
+pairs = zip(whole.named_parameters(), model.parameters(), strict=True)
+for (name, x), y in pairs:
+    grad = tensor_parallel.gather(y.grad)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(x.grad, grad, msg=name)
+parts = [getattr(x, "to_local", lambda: x)() for x in model.parameters()]
+print(sum(x.numel() for x in parts))
+tensor_parallel.forget_meshes(model)
+dist.destroy_process_group()
+"""
+
+
+def test_the_plan_of_a_transformer(tmp_path):
+    """Two ranks compute its outputs and gradients, each with half of the weights."""
+    plan = fence("docs/tensor_parallel.md", "PLAN = {}")
+    script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
+    (tmp_path / "blocks.py").write_text(script)
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "blocks.py"]
+    done = Program(words, tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * f"{48 * (128 + 128 + 12 + 8 + 16)}\n"
