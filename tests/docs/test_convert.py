@@ -56,7 +56,7 @@ def progress(done):
 @pytest.mark.text
 @pytest.mark.parametrize(("old", "new"), [(BEFORE, STEP2), (STEP2, AFTER)])
 def test_the_tables_name_every_change(old, new):
-    """A table has a row for each hunk, but for the two changes in the docstring."""
+    """A table has a row for each hunk, but for those in the docstring."""
     lines = parse(PAGE).lines
     (shown,) = [i for i, line in enumerate(lines) if f"`diff {old} {new}`" in line]
     table = lines[lines.index("|---|---|", shown) + 1 :]
@@ -64,7 +64,6 @@ def test_the_tables_name_every_change(old, new):
     texts = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     code = ast.parse((ROOT / new).read_text()).body[1].lineno
     changes = [hunk for hunk in hunks(old, new) if hunk.new_start >= code]
-    assert len(changes) == len(hunks(old, new)) - 2
     there = ["\n".join(hunk.lines) for hunk in changes]
     assert not [x for x in there if not any(text in x for text in texts)]
     assert not [text for text in texts if not any(text in x for x in there)]
