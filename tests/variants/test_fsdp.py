@@ -18,15 +18,12 @@ NAME = "variants/fsdp.py"
 MODEL = "    model = torch.nn.Linear(20, 1)\n"
 BLOCKS, HELD = "fsdp:blocks", "fsdp:held"
 RECORD = "faults:record_in_one_piece"
-# With an effective batch of 64, an epoch has 4 steps, or one.
-FEW = ("MyTrainDataset(2048)", "MyTrainDataset(256)"), ("(512, seed", "(64, seed")
-FEWER = ("MyTrainDataset(2048)", "MyTrainDataset(64)"), ("(512, seed", "(32, seed")
 
 
 def test_trains_blocks_as_multinode_does(tmp_path):
     """2 ranks, then 4 that go on, then one of multinode.py: the plain file fits all."""
-    multinode = plant("multinode.py", tmp_path / "parent", *FEW, hooks=[BLOCKS])
-    script = plant(NAME, tmp_path / "copy", *FEW, hooks=[BLOCKS, HELD])
+    multinode = plant("multinode.py", tmp_path / "parent", hooks=[BLOCKS])
+    script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])
     ways = [(script, 2), (script, 4), (multinode, 1)]
     pieces = []
     for epochs, (way, nprocs) in enumerate(ways, start=1):
@@ -44,7 +41,7 @@ def test_trains_blocks_as_multinode_does(tmp_path):
 
 def test_a_rank_holds_its_share_of_the_rows(tmp_path):
     """Of weights, gradients and state. Nothing that was sharded stays whole."""
-    script = plant(NAME, tmp_path / "copy", *FEW, hooks=[BLOCKS, HELD])
+    script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])
     train(script, 1, 1, cwd=tmp_path, nprocs=3)
     for rank in range(3):
         held = json.loads((tmp_path / f"held.{rank}.json").read_text())
@@ -145,9 +142,9 @@ def test_ranks_that_use_different_blocks(tmp_path):
 @pytest.mark.parametrize("held_out", [65, 1])
 def test_ranks_with_unequally_many_batches(tmp_path, held_out):
     """Of 65 samples in batches of 32, rank 1 has one batch, and of 1 sample none."""
-    few = FEW[0], ("MyTrainDataset(512,", f"MyTrainDataset({held_out},")
+    few = "MyTrainDataset(512, seed=1)", f"MyTrainDataset({held_out}, seed=1)"
     hooks = [BLOCKS, "float64", "accelerators:strict", "fsdp:passes"]
-    script = plant(NAME, tmp_path / "copy", *few, hooks=hooks)
+    script = plant(NAME, tmp_path / "copy", few, hooks=hooks)
     text = script.read_text()  # a rank that waits alone raises soon
     script.write_text(text.replace("timedelta(minutes=5)", "timedelta(seconds=10)"))
     curves = []
@@ -163,6 +160,7 @@ def test_ranks_with_unequally_many_batches(tmp_path, held_out):
 
 LARGE = "[(20, 1000), *[(1000, 1000)] * 12, (1000, 1)]"
 LARGE = f"    model = torch.nn.Sequential(*[torch.nn.Linear(*x) for x in {LARGE}])\n"
+FEW = [("MyTrainDataset(2048)", "MyTrainDataset(64)"), ("(512, seed", "(32, seed")]
 
 
 @pytest.mark.waits
@@ -170,7 +168,7 @@ LARGE = f"    model = torch.nn.Sequential(*[torch.nn.Linear(*x) for x in {LARGE}
 def test_a_model_too_large_for_one_rank(tmp_path, name):
     """Its weights take 48 MB; with gradients, buckets and momentum, four times that."""
     script = plant(
-        name, tmp_path / "copy", (MODEL, LARGE), *FEWER, hooks=["fsdp:limited"]
+        name, tmp_path / "copy", (MODEL, LARGE), *FEW, hooks=["fsdp:limited"]
     )
     how = {"nprocs": 4, "real": "", "LIMIT_MB": 170}
     done = launch(script, 2, 2, "--batch-size", 8, cwd=tmp_path, **how)
@@ -192,7 +190,7 @@ def test_hsdp_sends_less_between_machines(tmp_path):
     one_mesh = re.search(r" +mesh = .*\n", (ROOT / NAME).read_text())[0]
     two_dimensions = "".join(f"        {line}\n" for line in code.splitlines())
     wide = MODEL, LARGE.replace("1000", "500").replace("12", "2")
-    changes = wide, FEWER[1]  # rank 0's weights are sent once, not in each step
+    changes = wide, FEW[1]  # all start from rank 0's weights: sent once, not each step
     words = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
     words += " --rdzv-endpoint=node0:29500 -m variants.fsdp 1 1 --batch-size 16"
     sent, saved = [], []

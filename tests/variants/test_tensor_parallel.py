@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trunk.test_probe import replicas
-from tests.variants.test_fsdp import FEW, FEWER, LARGE, MODEL
+from tests.variants.test_fsdp import FEW, LARGE, MODEL
 from tools.run.launch import command, environment, launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
@@ -41,18 +41,19 @@ def test_learns(typed):
     assert len(weights(folder / "snapshot.pt")) == 20 * 16 + 16 + 16 + 1
 
 
-def test_any_split_continues_any_other(tmp_path):
+@pytest.mark.parametrize("model", [LAYERS, MORE])
+def test_any_split_continues_any_other(tmp_path, model):
     """2 replicas of 2 ranks, 1 of 4, 2 of 1, then the parent, as the parent alone.
 
     Ranks begin with other weights. The page's lines clip by the norm of all gradients.
-    An epoch has 4 steps.
     """
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
     step = "        self.optimizer.step()\n"
-    its = [(step, indent(CLIPPING, 8 * " ") + step), SEED, (LAYERS, MORE), *FEW]
+    its = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
+    its += [(LAYERS, model)] * (model != LAYERS)
     hooks = {"hooks": ["float64"]}  # in which rounding hides nothing
     mine = plant(NAME, tmp_path / "mine", *its, **hooks)
-    changes = (step, clip + step), (MODEL, MORE), RATE, *FEW
+    changes = (step, clip + step), (MODEL, model), RATE
     parent = plant(PARENT, tmp_path / "parent", *changes, **hooks)
     pieces = []
     for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
@@ -187,7 +188,7 @@ def test_a_model_too_large_for_one_rank(tmp_path):
     """The model and the limit of fsdp.py's test, where multinode.py fails."""
     pairs = "str(i): (parallel.ColwiseParallel, parallel.RowwiseParallel)[i % 2]()"
     plan = PLAN, f"{{{pairs} for i in range(14)}}"
-    changes = (LAYERS, LARGE), plan, *FEWER
+    changes = (LAYERS, LARGE), plan, *FEW
     script = plant(NAME, tmp_path / "copy", *changes, hooks=["fsdp:limited"])
     how = {"nprocs": 4, "real": "", "LIMIT_MB": 170}
     done = launch(script, 2, 2, "--batch-size", 8, cwd=tmp_path, **how)
