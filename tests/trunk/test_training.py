@@ -241,7 +241,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
-    """`changed(name)`: (folder, Done, hooks, number of lines added), of an epoch.
+    """`changed(name)`: (folder, Done, hooks, number of lines added), of two epochs.
 
     It finds one GPU, and takes the CPU because it is told to.
     """
@@ -255,7 +255,7 @@ def changed(tmp_path_factory):
         script = plant(name, folder / "copy", hooks=hooks)
         text, count = with_lines_added(script.read_text(), "train")
         script.write_text(text)
-        done = train(script, 1, 1, "--device", "cpu", cwd=folder)
+        done = train(script, 2, 1, "--device", "cpu", cwd=folder)
         return folder, done, hooks, count
 
     return run
