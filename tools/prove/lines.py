@@ -16,7 +16,8 @@ tools/prove/green.json records each mutant that a test has killed. It runs again
 its function has changed, a function of utils.py that it calls, a named test, or what
 this test uses of its file. A test's folder may change, and so may comments and
 imports. So .ci/run proves what has changed; --full skips nothing, and CI does it once a
-week. The test that killed a mutant before runs first.
+week: it alone finds what a hook, conftest.py or another PyTorch changes. The test that
+killed a mutant before runs first.
 
 Exit status 1 if any mutant survives, and if the control fails.
 """
@@ -80,7 +81,8 @@ def pytest_collectreport(report):
 def pytest_runtest_makereport(item, call):
     report = yield
     test = item.nodeid
-    facts["took_s"][test] = facts["took_s"].get(test, 0) + report.duration
+    if report.when == "call" and not report.skipped:
+        facts["took_s"][test] = report.duration
     if report.failed and isinstance(call.excinfo.value, TimedOut):
         facts["no_verdict"].append(f"{test} times out")
     elif report.failed and report.when != "call":
@@ -107,9 +109,10 @@ def without_folder(test):
 
 def about(test, child):
     """Whether a test's id names the script `child`, or no script at all."""
-    stems = {name: rf"(?<![a-z]){Path(name).stem}(?![a-z])" for name in SCRIPTS}
-    named = {name for name, stem in stems.items() if re.search(stem, test)}
-    return child in named or not named or child not in SCRIPTS
+    stems = sorted((Path(name).stem for name in SCRIPTS), key=len, reverse=True)
+    longest_first = "|".join(stems)  # multinode_spawn is not about multinode
+    named = re.findall(rf"(?<![a-z])({longest_first})(?![a-z])", test)
+    return Path(child).stem in named or not named or child not in SCRIPTS
 
 
 # Copies of the tree
@@ -142,8 +145,7 @@ class Case:
 
     def ended(self):
         late = time.monotonic() > self.began + LIMIT_S
-        how = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return late or os.waitid(os.P_PID, self.fork.pid, how)
+        return late or self.fork.poll() is not None
 
     def result(self):
         """(mutant, facts, output)"""
@@ -201,7 +203,11 @@ def prove(edge, only="", full=False):
     known = read_green().get(" ".join(edge), {})
     killers = {label_of(key): killer for key, killer in known.items()}
     to_run = [x for x in found if full or keys[x] not in known]
-    print(f"{child}: {len(found)} mutants, {len(to_run)} to run", flush=True)
+    carried = sum(known.get(keys[x]) == "" for x in found if x not in to_run)
+    print(f"{child}: {len(found)} mutants, {len(to_run)} to run", end="")
+    print(
+        f", {carried} proven before killers were recorded" * (carried > 0), flush=True
+    )
     tests = sorted({test for mutant in to_run for test in named[mutant.line]})
 
     def took(named):
