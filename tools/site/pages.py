@@ -114,7 +114,7 @@ def parse(name, lines=None):
             else:
                 i = block.end = find_end(block, lines)
                 page.blocks.append(block)
-        elif re.match(r" {4}|\t|<pre|.*(~~~|```)|(=+|---+) *$", line):
+        elif re.match(r" {4}(?!- )|\t|<pre|.*(~~~|```)|(=+|---+) *$", line):
             what = "code that is not in a fence of its own (```sh), or an underline"
             raise InputError(f"{name}:{i + 1}: {what}")
         i += 1
