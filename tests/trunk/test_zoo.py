@@ -22,9 +22,10 @@ import re
 
 import pytest
 
+from tests.conftest import once
 from tests.helpers.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS
 from tools.run.processes import Program
-from tools.scripts import ROOT, calls
+from tools.scripts import ROOT, ancestry, calls
 
 GROUPS = {
     "all": NAMES,
@@ -112,24 +113,38 @@ def fits(outcome, row):
     return all(float(apart) <= float(most) for apart, most in pairs)
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, request):
+    """`outcomes(ranks)`: {script: {case: outcome}} of the scripts that are tested."""
+    tests = [x for x in request.session.items if x.originalname == "test_every_case"]
+    tested = {test.callspec.params["script"] for test in tests}
+    names = [x for x in NAMES if any(x in ancestry(script) for script in tested)]
+
+    @once
+    def run(ranks):
+        folder = tmp_path_factory.mktemp("zoo")
+        words = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"
+        words = [*words.split(), ",".join(names)]
+        # Not a fork: in one of some hundred process groups, it may hang.
+        program = Program(words, folder, real=True, PYTHONPATH=ROOT)
+        done = program.finish(timeout_s=1200)
+        assert done.returncode == 0, done.stderr
+        return json.loads((folder / "outcomes.json").read_text())
+
+    return run
+
+
 @pytest.mark.waits
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_case(ranks, tmp_path):
-    words = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"
-    # Not a fork: in one of some hundred process groups, it may hang.
-    program = Program(words.split(), tmp_path, real=True, PYTHONPATH=ROOT)
-    done = program.finish(timeout_s=500)
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+@pytest.mark.parametrize("script", NAMES)
+def test_every_case(outcomes, script, ranks):
+    found = [outcomes(ranks)[script].get(case, "not run") for case in CASES]
+    print(f"\n{script}, {ranks} ranks: {found.count('equal')} of {len(CASES)} equal")
     wrong = []
-    for script in NAMES:
-        found = [outcomes[script].get(case, "not run") for case in CASES]
-        equal = f"{found.count('equal')} of {len(CASES)} equal"
-        print(f"\n{script}, {ranks} ranks: {equal}")
-        for case, outcome in zip(CASES, found, strict=True):
-            begins, why = expected().get((script, case), ("equal", ""))
-            if outcome != "equal":
-                print(f"  {case}: {outcome} ({why})")
-            if not fits(outcome, begins):
-                wrong.append(f"{script}, {case}: {outcome}, not {begins}")
+    for case, outcome in zip(CASES, found, strict=True):
+        begins, why = expected().get((script, case), ("equal", ""))
+        if outcome != "equal":
+            print(f"  {case}: {outcome} ({why})")
+        if not fits(outcome, begins):
+            wrong.append(f"{case}: {outcome}, not {begins}")
     assert not wrong
