@@ -211,6 +211,14 @@ def killed(tmp_path_factory, request):
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def long_runs_begin(request):
+    """Those of the root run beside the first tests, whichever these are."""
+    for name in ("typed", "killed"):
+        if of_the_root(request, name):
+            request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="session")
 def probes(tmp_path_factory):
     """`probes(name, nprocs)`: ([(train, held-out loss)], [facts of each rank], Done).
