@@ -2,7 +2,7 @@
 
 In a script that wraps its model in DDP, put this line into `__init__`:
 
-    from docs.accumulation import watch; watch.attach(self)
+    from docs.gradient_accumulation import watch; watch.attach(self)
 
 In each epoch, rank 0 prints the all-reduces of gradients in a step and their bytes; how
 far the gradient that the optimizer used is from that of the whole batch of all ranks;

@@ -44,10 +44,10 @@ def watched(tmp_path):
     """
 
     def run(accumulate, *changes):
-        attach = "from docs.accumulation import watch; watch.attach(self)"
+        attach = "from docs.gradient_accumulation import watch; watch.attach(self)"
         changes = (("self.epochs_run = 0", f"self.epochs_run = 0; {attach}"), *changes)
         script = plant(NAME, tmp_path / "copy", *changes)
-        shutil.copytree(TOKENS.parent, tmp_path / "copy/docs/accumulation")
+        shutil.copytree(TOKENS.parent, tmp_path / "copy/docs/gradient_accumulation")
         how = {"cwd": tmp_path, "real": ""}  # it refuses to save ranks that differ
         done = launch(script, 1, 1, "--accumulate", accumulate, **how)
         (line,) = re.findall(r"^per step.*", done.stdout, re.M)
