@@ -197,13 +197,17 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
 ]
 
 
-def keys(root, monkeypatch, test="tests/test_them.py::test_named"):
+NAMED = "tests/test_them.py::test_named"
+ANOTHER = "tests/test_them.py::test_another"
+EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
+
+
+def keys(root, monkeypatch, test=NAMED):
     """{line: the key of the mutant there} of script.py, which adds all lines."""
     monkeypatch.setattr(lines, "ROOT", root)
     lines.code_of.cache_clear()
     text = (root / "script.py").read_text()
-    made = mutants("import utils\ndef first(a):\n    0\ndef second(a):\n    0\n", text)
-    made = [x for x in made if x.kind == "statement"]
+    made = [x for x in mutants(EMPTY, text) if x.kind == "statement"]
     return {x.line: lines.key_of(text, x, [test]) for x in made}
 
 
@@ -217,6 +221,29 @@ def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, ch
     edit(tmp_path / name, (old, new))
     after = keys(tmp_path, monkeypatch)
     assert [line for line in after if after[line] != before[line]] == changed
+
+
+@pytest.mark.parametrize(
+    ("named", "old", "new", "holds"),
+    [
+        ([NAMED, ANOTHER], "OTHER = 5", "OTHER = 6", True),
+        ([NAMED, ANOTHER], "SIZE = 3", "SIZE = 4", False),
+        ([ANOTHER], "OTHER = 5", "OTHER = 6", False),
+    ],
+)
+def test_a_record_holds_as_long_as_its_killer(
+    tmp_path, monkeypatch, named, old, new, holds
+):
+    (tmp_path / "tests").mkdir()
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    known = {keys(tmp_path, monkeypatch)[6]: "test_them.py::test_named[1]"}
+    edit(tmp_path / "tests/test_them.py", (old, new))
+    lines.code_of.cache_clear()
+    text = FILES["script.py"]
+    (mutant,) = [x for x in mutants(EMPTY, text) if x.what == "d = 1"]
+    proof = lines.proof_of(text, mutant, named, known)
+    assert (proof is not None) == holds
 
 
 def test_a_file_of_tests_may_move(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
     python -m tools.prove.lines [PARENT CHILD] [--only TEXT]
 
 Takes each statement, each block's header and each argument that a script's diff adds
-back out again, one at a time, and runs the tests that the line's explanation names, the
-quickest of them first, until one fails. Without names it does all scripts. One takes 1
-to 3 minutes, and more if torchrun starts it.
+back out again, one at a time, and runs the tests that the line's explanation names,
+until one fails: first the one that killed this mutant before, then those that are quick
+and have killed others. Without names it does all scripts.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
 other scripts. As a control, the tests run on the script as it is before. Only a test
@@ -13,11 +13,11 @@ that ran and failed kills a mutant. A test that times out, whose fixture fails o
 pytest cannot collect is no verdict: the others decide.
 
 tools/prove/green.json records each mutant that a test has killed. It runs again only if
-its function has changed, a function of utils.py that it calls, a named test, or what
-this test uses of its file. A test's folder may change, and so may comments and
-imports. So .ci/run proves what has changed; --full skips nothing, and CI does it once a
-week: it alone finds what a hook, conftest.py or another PyTorch changes. The test that
-killed a mutant before runs first.
+its function has changed, a function of utils.py that it calls, its killer, or what this
+test uses of its file; and if the explanation no longer names the killer. A test's
+folder may change, and so may comments and imports. So .ci/run proves what has changed;
+--full skips nothing, and CI does it once a week: it alone finds what a hook,
+conftest.py or another PyTorch changes.
 
 Exit status 1 if any mutant survives, and if the control fails.
 """
@@ -137,9 +137,13 @@ class Case:
         temporary.mkdir()
         words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text"]
         words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
+        words += [
+            "--assert=plain"
+        ]  # it only has to fail, and so starts in half the time
         words += sorted({test.partition("::")[0] for test in tests})
         env = {"TMPDIR": temporary, "CHILD": child, "FACTS": self.facts}
         env["TESTS"] = json.dumps([tests, killer])
+        env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         env["TEST_TIMEOUT_S"] = os.environ.get("TEST_TIMEOUT_S", WAIT_S)
         self.fork = Program(words, folder, merged=True, **env)
 
@@ -162,14 +166,19 @@ class Case:
 
 
 def run(child, tasks):
-    """Yield `Case.result()` of each task, (mutant, tests, killer), as they end."""
-    tasks, running = list(tasks), []
+    """Yield `Case.result()` of each task, (mutant, tests, killer), as they end.
+
+    tasks: an iterator, which is asked for the next task when there is room for it.
+    """
+    running = []
     with tempfile.TemporaryDirectory(prefix="lines-") as folder:
         try:
-            while tasks or running:
-                while tasks and len(running) < JOBS:
+            while True:
+                for task in itertools.islice(tasks, JOBS - len(running)):
                     place = tempfile.mkdtemp(dir=folder)
-                    running.append(Case(place, child, *tasks.pop(0)))
+                    running.append(Case(place, child, *task))
+                if not running:
+                    break
                 for case in [x for x in running if x.ended()]:
                     running.remove(case)
                     yield case.result()
@@ -193,53 +202,65 @@ def named_by_line(edge):
 
 def prove(edge, only="", full=False):
     """Run the mutants of one edge that are not proven: whether all is well."""
-    child, began, bad, took_s = edge[1], time.monotonic(), [], {}
+    child, began, bad = edge[1], time.monotonic(), []
     parent_text, text = ((ROOT / name).read_text() for name in edge)
     found = [x for x in mutants(parent_text, text) if only in x.what]
     named = named_by_line(edge)
     every = sorted({test for tests in named.values() for test in tests})
-    named = {x.line: named.get(x.line, every) for x in found}
-    keys = {x: key_of(text, x, named[x.line]) for x in found}
+    named = {x: named.get(x.line, every) for x in found}
     known = read_green().get(" ".join(edge), {})
-    killers = {label_of(key): killer for key, killer in known.items()}
-    to_run = [x for x in found if full or keys[x] not in known]
-    carried = sum(known.get(keys[x]) == "" for x in found if x not in to_run)
+    proofs = {x: proof_of(text, x, named[x], known) for x in found}
+    to_run = [x for x in found if full or not proofs[x]]
+    carried = sum(known[proofs[x]] == "" for x in found if x not in to_run)
     print(f"{child}: {len(found)} mutants, {len(to_run)} to run", end="")
     print(
         f", {carried} proven before killers were recorded" * (carried > 0), flush=True
     )
-    tests = sorted({test for mutant in to_run for test in named[mutant.line]})
 
-    def took(named):
-        """How many seconds the tests that a chapter names so took in the control."""
-        return sum(took_s[x] for x in took_s if function_of(x) == named)
+    took_s = control(child, sorted({test for x in to_run for test in named[x]}), bad)
+    if not bad:
+        killed = Counter()  # {test: how many of the mutants below}
 
+        def tasks():
+            for mutant in filter(named.get, to_run):
+                tests = sorted(named[mutant], key=lambda x: took_s[x] / (1 + killed[x]))
+                yield mutant, tests, last_killer(mutant, known)
+
+        for mutant in to_run:
+            if not named[mutant]:
+                report(child, mutant, facts, bad)
+        for mutant, result, _ in run(child, tasks()):
+            report(child, mutant, result, bad)
+            killer = function_of(result["killer"])
+            killed[killer] += 1
+            key = key_of(text, mutant, [killer] if killer else [])
+            record(edge, proofs[mutant], key, result["killer"])
+            proofs[mutant] = key
+        if not only:
+            forget_all_but(edge, {*proofs.values()})
+    seconds = time.monotonic() - began
+    print(*bad, f"{child}: {len(bad)} bad, {seconds:.0f} s", sep="\n", flush=True)
+    return not bad
+
+
+def control(child, tests, bad):
+    """Run the tests on the script as it is: {test: how many seconds it took}.
+
+    What fails or does not run is `bad`.
+    """
+    took_s = Counter()
     by_file = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
-    for _, result, output in run(child, [(None, [*x]) for _, x in by_file]):
-        took_s |= result["took_s"]
+    for _, result, output in run(child, ((None, [*x], "") for _, x in by_file)):
+        for test, seconds in result["took_s"].items():
+            took_s[function_of(test)] += seconds
         if result["killer"]:
             bad.append(f"{result['killer']} fails in the control\n{output}")
         elif result["no_verdict"]:
             reasons = ", ".join(result["no_verdict"])
             bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
-    bad = bad or [f"{x} does not run in the control" for x in tests if not took(x)]
     if not bad:
-        tasks = []
-        for mutant in to_run:
-            tests = sorted(named[mutant.line], key=took)
-            if tests:
-                killer = killers.get(label_of(keys[mutant]), "")
-                tasks.append((mutant, tests, killer))
-            else:
-                report(child, mutant, facts, bad)
-        for mutant, result, _ in run(child, tasks):
-            report(child, mutant, result, bad)
-            record(edge, keys[mutant], result["killer"])
-        if not only:
-            forget_all_but(edge, {*keys.values()})
-    took_s = time.monotonic() - began
-    print(*bad, f"{child}: {len(bad)} bad, {took_s:.0f} s", sep="\n", flush=True)
-    return not bad
+        bad += [f"{x} does not run in the control" for x in tests if x not in took_s]
+    return took_s
 
 
 def report(child, mutant, result, bad):
@@ -259,12 +280,16 @@ def read_green():
     return json.loads(GREEN.read_text()) if GREEN.exists() else {}
 
 
-def record(edge, key, killer):
-    """Write that `killer` has killed the mutant, or, if it is "", that no test has."""
+def record(edge, old, new, killer):
+    """Write that `killer` has killed a mutant, or, if it is "", that no test has.
+
+    old, new: the mutant's keys, before this and now.
+    """
     green = read_green()
-    green.setdefault(" ".join(edge), {}).pop(key, None)
+    proven = green.setdefault(" ".join(edge), {})
+    proven.pop(old, None)
     if killer:
-        green[" ".join(edge)][key] = without_folder(killer)
+        proven[new] = without_folder(killer)
     write_green(green)
 
 
@@ -282,8 +307,25 @@ def write_green(green):
     GREEN.with_suffix(".tmp").rename(GREEN)  # whole, also if this is interrupted
 
 
+def proof_of(text, mutant, named, known):
+    """The key in `known` that still holds for the mutant, or None."""
+    for key, killer in known.items():
+        if label_of(key) == label(mutant):
+            tests = [x for x in named if without_folder(x) == function_of(killer)]
+            tests = tests if killer else named  # the record is older than killers
+            if tests and key == key_of(text, mutant, tests):
+                return key
+    return None
+
+
+def last_killer(mutant, known):
+    """The test that has killed such a mutant before, or ""."""
+    killers = [x for key, x in known.items() if label_of(key) == label(mutant)]
+    return next(filter(None, killers), "")
+
+
 def key_of(text, mutant, tests):
-    """What is taken out, and a hash of all that its proof depends on.
+    """What is taken out, and a hash of all that the proof by these tests depends on.
 
     That is the function it stands in, before and after; what of utils.py this uses; and
     the tests. Outside of functions it is the statement alone.
@@ -293,8 +335,11 @@ def key_of(text, mutant, tests):
     parts = [mutant.kind, *changed, *used_of(code_of("utils.py"), changed)]
     parts += [code_of_test(test) for test in sorted(tests, key=without_folder)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    what = mutant.what.partition(" # ")[0]
-    return f"{what[:50]} {digest[:12]}"
+    return f"{label(mutant)} {digest[:12]}"
+
+
+def label(mutant):
+    return mutant.what.partition(" # ")[0][:50]
 
 
 def label_of(key):
