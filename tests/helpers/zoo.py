@@ -163,7 +163,7 @@ MODELS = {
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(12)),
     "dropout": lambda: mlp(nn.Dropout(0.3)),
     "weight_norm": lambda: mlp(weight_norm(Linear(12, 12))),
-    "weight_norm, new": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
+    "new weight_norm": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
     "spectral_norm": lambda: mlp(parametrizations.spectral_norm(Linear(12, 12))),
     "LSTM": lambda: Net(
         lambda m, x: m.a(x.view(-1, 5, 4))[0][:, -1], a=nn.LSTM(4, 1, batch_first=True)
