@@ -126,16 +126,18 @@ def test_ranks_send_to_one_another(tmp_path):
     assert done.stdout.count("No backend type associated with device type cpu") == 3
 
 
-GPT = "mingpt.train --steps 4 --preset nano --compile off --precision fp32"
+# One sample, after the last step: each of its 200 tokens is a pass through the model.
+GPT = f"mingpt.train --steps 4 --eval-every 4 --data {ROOT}/README.md --cache tokens"
+GPT += " --n-layer 2 --n-embd 32 --block-size 16 --compile off --precision fp32"
 LOOP = "variants.train_loop 2 1 --gpu-mode"
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        GPT,
-        f"{GPT} --shard",
-        f"{GPT} --split 2",
+        pytest.param(GPT, id="mingpt"),
+        pytest.param(f"{GPT} --shard", id="mingpt --shard"),
+        pytest.param(f"{GPT} --split 2", id="mingpt --split"),
         f"{LOOP} dp",
         f"{LOOP} ddp",
         f"{LOOP} ddp2",
