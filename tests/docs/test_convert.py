@@ -195,6 +195,7 @@ def test_a_break_that_all_ranks_decide(tmp_path):
     assert len(curve(done)) == 2
 
 
+@pytest.mark.waits
 def test_a_batch_sampler_is_shared_out(tmp_path):
     """The lines of the page: the weights of the script without a batch sampler.
 
@@ -347,6 +348,7 @@ def test_averaged_weights_resume_and_are_tested_alike(tmp_path):
     assert same_bits(*ranks), "each has rank 0's statistics"
 
 
+@pytest.mark.waits
 def test_a_kill_in_a_write_leaves_the_last_snapshot(one, tmp_path):
     """step2.py dies while it writes its third snapshot, and goes on from the second.
 
@@ -364,6 +366,7 @@ def test_a_kill_in_a_write_leaves_the_last_snapshot(one, tmp_path):
     assert not (tmp_path / f"{SNAPSHOT}.tmp").exists()
 
 
+@pytest.mark.waits
 def test_killed_after_resumes_bit_for_bit(two, tmp_path):
     """Also what each process draws: the numbers follow from epoch and rank."""
     step = "        optimizer.step()\n"

@@ -7,6 +7,7 @@ import re
 import textwrap
 
 import numpy
+import pytest
 import torch
 
 from tools.run.processes import Program
@@ -102,6 +103,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.waits
 def test_the_plan_of_a_transformer(tmp_path):
     """Two ranks compute its outputs and gradients, each with half of the weights."""
     plan = fence("docs/tensor_parallel.md", "PLAN = {}")

@@ -33,6 +33,7 @@ def odd(tmp_path_factory):
     return run
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 @pytest.mark.parametrize("options", WAYS)
 def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(odd, options, nprocs):

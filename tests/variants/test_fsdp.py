@@ -20,6 +20,7 @@ BLOCKS, HELD = "fsdp:blocks", "fsdp:held"
 RECORD = "faults:record_in_one_piece"
 
 
+@pytest.mark.waits
 def test_trains_blocks_as_multinode_does(tmp_path):
     """2 ranks, then 4 that go on, then one of multinode.py: the plain file fits all."""
     multinode = plant("multinode.py", tmp_path / "parent", hooks=[BLOCKS])
@@ -139,6 +140,7 @@ def test_ranks_that_use_different_blocks(tmp_path):
     assert "epoch 1/1" not in done.stdout
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("held_out", [65, 1])
 def test_ranks_with_unequally_many_batches(tmp_path, held_out):
     """Of 65 samples in batches of 32, rank 1 has one batch, and of 1 sample none."""

@@ -41,6 +41,7 @@ def test_learns(typed):
     assert len(weights(folder / "snapshot.pt")) == 20 * 16 + 16 + 16 + 1
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("model", [LAYERS, MORE])
 def test_any_split_continues_any_other(tmp_path, model):
     """2 replicas of 2 ranks, 1 of 4, 2 of 1, then the parent, as the parent alone.
