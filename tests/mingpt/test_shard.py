@@ -3,12 +3,11 @@
 import os
 
 import pytest
-import torch
 
 from tests.conftest import OBSERVER
-from tests.mingpt.test_train import TINY, gpt, metrics, text  # noqa: F401  fixtures, too
+from tests.mingpt.test_train import TINY, check_runs, gpt, text  # noqa: F401  fixtures, too
 from tools.run.processes import Program
-from tools.run.results import load, weights
+from tools.run.results import load
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -56,14 +55,6 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
     run(own / "whole", *TWO, nprocs=2)
     run(own / "parts", *TWO, "--shard", nprocs=2)
     return run, own / "whole", own / "parts"
-
-
-def check_runs(one, other, *losses):
-    one, other = ((weights(x / "mingpt.pt"), metrics(x)) for x in (one, other))
-    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-12)
-    for rows in zip(one[1], other[1], strict=True):
-        values = [[row[name] for name in losses] for row in rows]
-        torch.testing.assert_close(*values, rtol=1e-6, atol=0)  # summed in float32
 
 
 def test_trains_the_same_with_half_of_the_bytes(runs):

@@ -7,8 +7,8 @@ import torch
 
 from mingpt import split
 from mingpt.model import attention
-from tests.mingpt.test_shard import TWO, check_runs, runs  # noqa: F401  a fixture, too
-from tests.mingpt.test_train import gpt, text  # noqa: F401  fixtures
+from tests.mingpt.test_shard import TWO, runs  # noqa: F401  a fixture, too
+from tests.mingpt.test_train import check_runs, gpt, text  # noqa: F401  fixtures, too
 from tools.run.results import load, same_bits, shape_of
 
 pytestmark = pytest.mark.waits
