@@ -3,8 +3,6 @@
 What holds for mingpt/modern.py, too, is tested of both.
 """
 
-import os
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from mingpt import model as module
 from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import awake, build, check_cache, check_causal, tokens
 
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+CAN_COMPILE = options.can_compile(torch.device("cpu"))
 both = pytest.mark.parametrize("which", [module, modern], ids=["model", "modern"])
 
 
@@ -27,7 +25,7 @@ def test_causal(which, checkpoint, dropout):
 
 
 @pytest.mark.waits
-@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile needs a C++ compiler")
 @both
 @in_a_fork
 def test_causal_compiled(which):

@@ -59,17 +59,12 @@ def one_gpu(request, tmp_path_factory):
         pytest.skip("PyTorch sees no GPU of NVIDIA or AMD")
 
 
-@pytest.fixture
-def close():
-    """`close(found, expected)`: losses are the same, as far as devices round alike."""
-
-    def compare(found, expected, rtol=1e-3):
-        assert len(found) > 0
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
-        apart = abs(torch.tensor(found) / torch.tensor(expected) - 1).max()
-        print(f"losses within {apart:.0e} of the CPU's")
-
-    return compare
+def assert_close(found, expected, rtol=1e-3):
+    """Losses are the same, as far as devices round alike."""
+    assert len(found) > 0
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
+    apart = abs(torch.tensor(found) / torch.tensor(expected) - 1).max()
+    print(f"losses within {apart:.0e} of the CPU's")
 
 
 def run(*words, cwd, nprocs=None, status=0, **env):
@@ -83,13 +78,13 @@ def run(*words, cwd, nprocs=None, status=0, **env):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path, close):
+def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path):
     """Its stderr is clean."""
     options, hooks = ("--batch-size", 64), hooks_to_compare(name)
     script = plant(name, tmp_path / "copy", hooks=hooks)
     done = train(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=REAL, **ENV)
     assert f"1 x {KIND}, batch 64 each: effective batch 64" in done.stdout
-    close(losses(done), losses(runs(task_of(name), 1, hooks)[1]))
+    assert_close(losses(done), losses(runs(task_of(name), 1, hooks)[1]))
     # torch.profiler logs there that it starts and stops.
     assert re.sub(f"(?m)^(USDT:.*|{NO_TIMER})?\n", "", done.stderr) == ""
 
@@ -133,12 +128,12 @@ OTHERS = [f"variants/{x}.py" for x in ("ddp2", "diloco", "preemptible", "real_jo
 
 
 @pytest.mark.parametrize("name", ["multinode.py", *OTHERS])
-def test_two_ranks_share_the_gpu(runs, name, tmp_path, close):
+def test_two_ranks_share_the_gpu(runs, name, tmp_path):
     """By gloo, which takes tensors of a GPU: NCCL refuses two ranks on one."""
     script = plant(name, tmp_path / "copy", hooks=["one_gpu"])
     done = train(script, 5, 2, "--batch-size", 32, cwd=tmp_path, real=REAL, **ENV)
     assert f"2 x {KIND}, " in done.stdout
-    close(losses(done), losses(runs(name)[1]))
+    assert_close(losses(done), losses(runs(name)[1]))
 
 
 CPU = {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
@@ -166,10 +161,10 @@ def gpt_losses(tmp_path_factory):
 
 
 @pytest.mark.parametrize("more", [[], ["--shard"]], ids=["whole", "shard"])
-def test_mingpt_trains_as_on_the_cpu(more, gpt_losses, tmp_path, close):
+def test_mingpt_trains_as_on_the_cpu(more, gpt_losses, tmp_path):
     done = gpt(*FP32, *more, cwd=tmp_path, nprocs=1)
     assert f"1 x {KIND}, " in done.stdout
-    close(printed(done), gpt_losses, rtol=1e-2)
+    assert_close(printed(done), gpt_losses, rtol=1e-2)
     words = ["mingpt.sample", "--tokens", 20, "--prompt", "The "]
     text = run("-m", *words, cwd=tmp_path).stdout
     assert text.startswith("The ") and len(text) > 20
@@ -190,7 +185,7 @@ def test_mingpt_resumes_after_sigterm_bit_for_bit(precision, compile, tmp_path):
     assert same_bits(*(load(x / "mingpt.pt") for x in (ours, tmp_path / "whole")))
 
 
-def test_the_converted_script_trains_as_on_the_cpu(tmp_path, close):
+def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
     """Two processes do with --no-cuda, beside a GPU that is for one."""
     found = []
     for options, nprocs in ([], 1), (["--no-cuda"], 1), (["--no-cuda"], 2):
@@ -205,7 +200,7 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path, close):
         done = run(*words, cwd=folder, nprocs=nprocs)
         lines = re.findall(r"^Test loss (\S+),", done.stdout, re.M)
         found.append([float(x) for x in lines])
-    close(found[0], found[1], rtol=1e-2)
+    assert_close(found[0], found[1], rtol=1e-2)
     assert found[1] == found[2]
 
 
