@@ -18,9 +18,6 @@ class Blocks(Dataset):
         self.tokens = tokens
         self.block_size = block_size
 
-    def __len__(self):
-        return len(self.tokens) - 1
-
     def __getitems__(self, starts):
         """A whole batch, for DataLoader: int64, (len(starts), block_size) each."""
         starts = np.asarray(starts)

@@ -9,14 +9,14 @@ recoveries took.
 """
 
 import re
-import shutil
 import time
 
 import pytest
+import torch
 
 from tests.conftest import needs_hosts
 from tools.run.hosts import Hosts
-from tools.run.launch import plant, train
+from tools.run.launch import plant
 from tools.run.results import load, weights
 from tools.scripts import ROOT
 
@@ -35,11 +35,11 @@ RENDEZVOUS += ",read_timeout=30,join_timeout=20"
 RESET = "Connection reset by peer|Connection closed by peer|Broken pipe"
 
 
-def torchrun(script, *args, nnodes=2, nproc=1, host="node0", restarts=3, options=()):
+def torchrun(script, *args, nnodes=2, nproc=1, host="node0", restarts=3):
     command = ["torchrun", f"--nnodes={nnodes}"]
     command += [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500"]
-    return [*command, "--rdzv-conf", RENDEZVOUS, *options, script, *args]
+    return [*command, "--rdzv-conf", RENDEZVOUS, script, *args]
 
 
 def impatient(folder, *changes):
@@ -64,11 +64,6 @@ def measured(what, since):
     print(f"\nmeasured: {time.monotonic() - since:5.1f} s {what}")
 
 
-def difference(one, other):
-    """How far the weights of two snapshots are apart at most."""
-    return (weights(one) - weights(other)).abs().max()
-
-
 def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
     """Not an alias where /etc/hosts has 127.0.1.1, as Debian writes it.
 
@@ -89,32 +84,18 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
 
 
 def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
-    """And go on with other sizes, where rank 0 is on the other. No disk is shared."""
+    """No disk is shared."""
     with Hosts(2, tmp_path, own_disks=True) as hosts:
         command = torchrun(ROOT / "multinode.py", 5, 2, "--batch-size", 16, nproc=2)
         jobs = [host.start(command, **ENV) for host in hosts]
         assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
         one, other = [host.folder / "snapshot.pt" for host in hosts]
         alone = runs("single_gpu.py")[0] / "snapshot.pt"
-        assert difference(one, alone) < 1e-6
+        torch.testing.assert_close(weights(one), weights(alone), rtol=0, atol=1e-6)
         assert "4 x cpu, batch 16 each: effective batch 64" in jobs[0].output
         # One process of all writes and prints, not one of each host.
         assert not other.exists()
         assert [epochs(job) for job in jobs] == [[1, 2, 3, 4, 5], []]
-
-        jobs = []
-        names = ["node0", hosts[1].address]  # sorted by torchrun: digits come first
-        for host, nproc, name in zip(hosts, (1, 2), names, strict=True):
-            how = {"nproc": nproc, "options": [f"--local-addr={name}"]}
-            command = torchrun(ROOT / "multinode.py", 7, 2, **how)
-            jobs.append(host.start(command, **ENV))
-        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
-    assert [epochs(job) for job in jobs] == [[], [6, 7]]
-    assert "3 x cpu, batch 32 each: effective batch 96" in jobs[1].output
-    shutil.copy(alone, tmp_path)
-    train(ROOT / "single_gpu.py", 7, 7, "--batch-size", 96, cwd=tmp_path)
-    assert difference(other, tmp_path / "snapshot.pt") < 1e-6
-    assert [load(path)["EPOCHS_RUN"] for path in (one, other)] == [5, 7]
 
 
 def resumed(job, world_size, what):

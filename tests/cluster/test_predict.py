@@ -23,13 +23,9 @@ def run(words):
     return Program(["python", "cluster/predict.py", *words.split()], ROOT).finish()
 
 
-def efficiency(words):  # in % of each row
-    return [float(x) for x in re.findall(r"([\d.]+)%", run(words).stdout)]
-
-
 @pytest.mark.parametrize(("name", "figure", "printed", "words"), ROWS)
 def test_published_figures(name, figure, printed, words):
-    rows = efficiency(words)
+    rows = [float(x) for x in re.findall(r"([\d.]+)%", run(words).stdout)]
     value = rows[-1] * (100 / rows[0] if len(rows) > 1 else 1)
     error = round(value - float(figure), 1) + 0.0  # no -0.0
     print(f"{name}: published {figure}, predicted {value:.1f} ({error:+.1f})")

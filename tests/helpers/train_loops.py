@@ -77,13 +77,13 @@ class Rates(Callback):
     every_rank = True
 
     def on_train_start(self, loop):
-        steps = itertools.count(1)
+        self.rates, steps = [], itertools.count(1)
         hook = loop.optimizer.register_step_post_hook
         hook(lambda *_: note("hook", next(steps)))
 
     def on_epoch_start(self, loop):
         (group,) = loop.optimizer.param_groups
-        self.rates = [*getattr(self, "rates", []), group["lr"]]
+        self.rates.append(group["lr"])
         note("rates", self.rates)
 
 
@@ -148,8 +148,8 @@ def nested(gpu_mode):
     note("afterwards", output[0].flatten().tolist())
 
 
-def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
-    """Train the task of variants/ddp2.py on one of several machines."""
+def node(num_nodes, node_rank, num_gpus, batch_size, epochs):
+    """Train as variants/ddp2.py does, on one of several machines."""
     train_set, eval_set, model, loss_fn, optimizer = ddp2.load_train_objs()
     TrainLoop(
         model,
@@ -158,7 +158,7 @@ def node(gpu_mode, num_nodes, node_rank, num_gpus, batch_size, epochs):
         None,
         optimizer,
         loss_fn,
-        gpu_mode,
+        "ddp2",
         snapshot_path=f"node{node_rank}.pt",
     ).fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
     torch.save(model.state_dict(), f"model{node_rank}.pt")

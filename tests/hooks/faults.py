@@ -83,16 +83,6 @@ def killed_attempts(script):
     in_step(script, 40, befall)
 
 
-def die_at_once(script):
-    """Rank 1 ends with an exception before it does anything."""
-
-    def main(inner, rank, *arguments):
-        assert rank != 1
-        inner(rank, *arguments)
-
-    replace(script, "main", main)
-
-
 def record_in_one_piece(_):
     """`@record` writes a worker's error file in one piece.
 

@@ -11,6 +11,7 @@ slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first
 RANK_ONLY=1 does it on this rank alone.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -26,7 +27,6 @@ AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
 run_batch, load = train.Trainer._run_batch, train.load_train_objs
 save_atomically = utils.save_atomically
-saved = []
 
 
 def fault_at_step(self, source, targets):
@@ -37,19 +37,15 @@ def fault_at_step(self, source, targets):
     good = weight.clone()
     if "nan" in DO:
         weight.fill_(float("nan"))
-    if "sig" in DO:
-        os.kill(os.getpid(), getattr(signal, DO.removeprefix("nan_").upper()))
+    if DO == "sigkill":
+        signal.raise_signal(signal.SIGKILL)
+    if "sigterm" in DO:
+        with FakeTensorMode() if "compile" in DO else contextlib.nullcontext():
+            signal.raise_signal(signal.SIGTERM)
     loss = run_batch(self, source, targets)
     if DO == "nan_once":
         weight.copy_(good)
     return loss
-
-
-def sigterm_while_tracing(self, source, targets):
-    if self.steps_run == AT_STEP:
-        with FakeTensorMode():
-            signal.raise_signal(signal.SIGTERM)
-    return run_batch(self, source, targets)
 
 
 def load_float64(*how):
@@ -58,16 +54,13 @@ def load_float64(*how):
 
 
 def save_slowly(snapshot, path):
-    saved.append(path)
     time.sleep(1)
     save_atomically(snapshot, path)
-    if len(saved) == 1:
+    if not os.path.exists(f"{path}.first"):
         os.link(path, f"{path}.first")
 
 
-if DO == "sigterm_in_compile":
-    train.Trainer._run_batch = sigterm_while_tracing
-elif DO.startswith(("sig", "nan")):
+if DO.startswith(("sig", "nan")):
     train.Trainer._run_batch = fault_at_step
 elif DO == "float64":
     train.load_train_objs = load_float64

@@ -3,12 +3,10 @@
 import os
 
 import pytest
-import torch
 
 from tests.conftest import OBSERVER
-from tests.mingpt.test_train import TINY, gpt, metrics, text  # noqa: F401  fixtures, too
+from tests.mingpt.test_train import TINY, check_runs, gpt, text  # noqa: F401  fixtures, too
 from tools.run.processes import Program
-from tools.run.results import load, weights
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -58,28 +56,10 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
     return run, own / "whole", own / "parts"
 
 
-def check_runs(one, other, *losses):
-    one, other = ((weights(x / "mingpt.pt"), metrics(x)) for x in (one, other))
-    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-12)
-    for rows in zip(one[1], other[1], strict=True):
-        values = [[row[name] for name in losses] for row in rows]
-        torch.testing.assert_close(*values, rtol=1e-6, atol=0)  # summed in float32
-
-
 def test_trains_the_same_with_half_of_the_bytes(runs):
     check_runs(*runs[1:], "train loss", "val loss")
     held = [int(x.read_text()) for y in runs[1:] for x in sorted(y.glob("held.*"))]
     assert max(held[2:]) < 0.52 * held[0] < sum(held[2:])
-
-
-def test_resumes_without_it_and_with_it(runs, tmp_path):
-    """On two ranks, one without --shard, two. SIGTERM stops the first two runs."""
-    one = ["--batch-size", 4, "--accumulate", 2]
-    for step, *more in ((1, *TWO, "--shard"), (5, *one), (9, *TWO, "--shard")):
-        how = {"nprocs": None if more == one else 2, "good": step == 9}
-        runs[0](tmp_path, *more, **how, DO="sigterm", AT_STEP=step)
-        assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
-    check_runs(tmp_path, runs[1], "val loss")
 
 
 @pytest.mark.waits

@@ -7,8 +7,8 @@ import torch
 
 from mingpt import split
 from mingpt.model import attention
-from tests.mingpt.test_shard import TWO, check_runs, runs  # noqa: F401  a fixture, too
-from tests.mingpt.test_train import gpt, text  # noqa: F401  fixtures
+from tests.mingpt.test_shard import TWO, runs  # noqa: F401  a fixture, too
+from tests.mingpt.test_train import check_runs, gpt, text  # noqa: F401  fixtures, too
 from tools.run.results import load, same_bits, shape_of
 
 pytestmark = pytest.mark.waits
@@ -51,16 +51,18 @@ def test_resumes_bit_for_bit(runs, tmp_path):  # noqa: F811
 
 
 def test_resumes_without_it_and_with_it(runs, tmp_path):  # noqa: F811
-    """With --split, without, with --split, with --shard. SIGTERM stops the others."""
+    """With --split, without, with --shard, without, with --split. SIGTERM ends four."""
     parts = (
         (1, 2, ONE_GROUP),
-        (3, None, ONE_GROUP[2:]),
-        (5, 2, ONE_GROUP),
-        (9, 2, [*TWO, "--shard"]),
+        (2, None, ONE_GROUP[2:]),
+        (4, 2, [*TWO, "--shard"]),
+        (5, None, ONE_GROUP[2:]),
+        (9, 2, ONE_GROUP),
     )
     for step, nprocs, more in parts:
         how = {"nprocs": nprocs, "good": step == 9, "DO": "sigterm", "AT_STEP": step}
         runs[0](tmp_path, *more, **how)
+        assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
     check_runs(tmp_path, runs[1], "val loss")
 
 

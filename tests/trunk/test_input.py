@@ -19,17 +19,13 @@ TRUNK = ["single_gpu.py", "multigpu.py", "multinode.py"]  # each way of starting
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
     "5": "the following arguments are required: save_every",
-    "five 1": "argument total_epochs: 'five' is not a whole number above 0",
     "0 1": "argument total_epochs: '0' is not a whole number above 0",
-    "-5 1": "argument total_epochs: '-5' is not a whole number above 0",
     "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
     "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
     "5 1 --speed 2": "unrecognized arguments: --speed 2",
     "5 1 --snapshot-path no/s.pt": "cannot write 'no/s.pt': [Errno 2] No such file",
     "5 1 --snapshot-path /proc/s.pt": "cannot write '/proc/s.pt': ",
-    "5 1 --snapshot-path=": "cannot write '': that names no file",
     "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
-    "5 1 --snapshot-path /tmp": "cannot write '/tmp': that names no file",
     "5 1 --snapshot-path /dev/null": "cannot write '/dev/null': that names no file",
     f"5 1 --snapshot-path {250 * 'x'}": "File name too long",
 }
@@ -91,11 +87,6 @@ def refused_in_a_rank(name, folder, *args, script=None):
 def test_bad_argument(args, line_of):
     parser = utils.make_parser("")
     assert ARGUMENTS[args] in line_of(parser.parse_args, args.split())
-
-
-@pytest.mark.parametrize("name", TRUNK)
-def test_nothing_starts_on_bad_input(name, tmp_path):
-    assert ARGUMENTS["0 1"] == refused(name, tmp_path, 0, 1)
 
 
 def test_underscored_options_are_understood(tmp_path):
@@ -211,14 +202,6 @@ def test_device_cpu_starts_two_processes(machine):
 # The objects of load_train_objs
 
 
-@pytest.mark.parametrize("name", TRUNK)
-def test_more_processes_than_samples(name, tmp_path):
-    """A rank that has said what is wrong is followed by no traceback."""
-    ranks = 1 if name == "single_gpu.py" else 2
-    line = refused_in_a_rank(name, tmp_path, 5, 1, "--batch-size", 2049)
-    assert line.startswith(f"too few: a step takes {ranks * 2049} of 2048 samples")
-
-
 OF_TWO_RANKS = """
 import torch
 import torch.distributed as dist
@@ -292,23 +275,19 @@ def test_the_parent_loads_no_data(tmp_path):
 # The snapshot
 
 
-@pytest.mark.parametrize("kind", ["cut", "empty", "pickle", "keys", "epochs", "folder"])
-def test_not_a_snapshot(kind, runs, copy_of, line_of):
-    path = copy_of(runs("single_gpu.py")[0])
-    whole = path.read_bytes()
-    match kind:
-        case "cut":
-            path.write_bytes(whole[: len(whole) // 2])
-        case "empty":
-            path.write_bytes(b"")
-        case "pickle":  # code in it must not run
-            path.write_bytes(pickle.dumps(os.getcwd, protocol=2))
-        case "keys":
-            torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, path)
-        case "epochs":
-            torch.save({"MODEL_STATE": {}, "OPTIMIZER_STATE": {}}, path)
-        case "folder":
-            path = path.parent
+KEYS = {"MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"}
+
+
+@pytest.mark.parametrize("kind", ["cut", "pickle", "folder", *sorted(KEYS)])
+def test_not_a_snapshot(kind, tmp_path, line_of):
+    path = tmp_path / "snapshot.pt"
+    torch.save(dict.fromkeys(KEYS - {kind}, 3), path)
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    elif kind == "pickle":  # code in it must not run
+        path.write_bytes(pickle.dumps(os.getcwd, protocol=2))
+    elif kind == "folder":
+        path = tmp_path
     line = line_of(utils.read_snapshot, str(path))
     assert line.startswith(f"{path} is cut short or no snapshot: ")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import single_gpu
 from tests.conftest import once, with_lines_added
 from tests.hooks.float64 import around_load_train_objs as to_float64
 from tools.run.launch import (
@@ -208,15 +207,6 @@ def test_a_finished_run_says_so(runs, copy_of):
     line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
     assert done.stdout.endswith(line)
     assert path.read_bytes() == before
-
-
-def test_a_loss_with_weights_moves_to_the_device(tmp_path):
-    """As a model does. The meta device is one that every machine has."""
-    loss_fn = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
-    model, path = torch.nn.Linear(2, 3), str(tmp_path / "snapshot.pt")
-    meta = torch.device("meta")
-    trainer = single_gpu.Trainer(model, loss_fn, None, None, None, meta, 1, path)
-    assert {trainer.model.weight.device, trainer.loss_fn.weight.device} == {meta}
 
 
 def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):

@@ -120,17 +120,6 @@ def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(events):
 # What else it claims
 
 
-def test_batch_norm_is_evaluated_and_saved_as_by_ddp(tmp_path):
-    """Though DDP sends rank 0's statistics in each forward pass, and this does not."""
-    found = []
-    for name in (NAME, PARENT):
-        script = plant(name, tmp_path / "copy", hooks=["models:batch_norm"])
-        (folder := tmp_path / script.stem).mkdir()
-        done = train(script, 2, 2, cwd=folder)
-        found.append((losses(done), load(folder / "snapshot.pt")))
-    torch.testing.assert_close(*found, rtol=0, atol=2e-6)
-
-
 def test_a_second_backward_in_a_step_is_refused(tmp_path):
     """Its gradients would come too late for a bucket that has left."""
     twice = ("loss.backward()", "loss.backward(retain_graph=True); loss.backward()")

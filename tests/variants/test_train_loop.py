@@ -86,7 +86,7 @@ def test_the_trained_model_comes_back(tmp_path):
 AS_VARIANT = {
     "gradient_accumulation": ("as_variant", "accumulate", "4"),
     "mixed_precision": ("as_variant", "precision", '"bf16"'),
-    "ddp2": ("node", "ddp2", 1, 0, 2, 32, 5),
+    "ddp2": ("node", 1, 0, 2, 32, 5),
 }
 
 
@@ -138,39 +138,38 @@ def test_a_real_srun_starts_the_ranks(tmp_path):
     torch.testing.assert_close(*both, rtol=0, atol=1e-6)
 
 
-def nodes(folder, gpu_mode, num_nodes, num_gpus, batch_size, epochs=3):
-    """The weights after a training on `num_nodes` machines, all of them this one."""
+def two_machines(folder, num_gpus, epochs):
+    """(the weights that both get back, what the first prints), all on this machine."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     folder.mkdir(exist_ok=True)
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    words = ["python", SCRIPT, "node", gpu_mode, num_nodes]
+    words = ["python", SCRIPT, "node", 2]
+    size = 64 // num_gpus
     machines = [
-        Program([*words, rank, num_gpus, batch_size, epochs], folder, **env)
-        for rank in range(num_nodes)
+        Program([*words, rank, num_gpus, size, epochs], folder, **env)
+        for rank in (0, 1)
     ]
     done = [machine.finish() for machine in machines]
-    assert [x.returncode for x in done] == [0] * num_nodes, done[0].stderr
-    models = [load(folder / f"model{rank}.pt") for rank in range(num_nodes)]
-    assert all(same_bits(models[0], model) for model in models), "each gets it back"
-    return models[0], losses(done[0]), done[0].stdout
+    assert [x.returncode for x in done] == [0, 0], done[0].stderr
+    one, other = (load(folder / f"model{rank}.pt") for rank in (0, 1))
+    assert same_bits(one, other)
+    return one, done[0].stdout
 
 
 @pytest.mark.waits
 def test_two_machines_without_a_launcher(tmp_path):
-    """The loss of ddp2 is over a machine: 2 with 2 processes are 2 with 1; ddp is not.
+    """The loss of ddp2 is over a machine: 2 with 2 processes are 2 with 1.
 
     Each machine has a file of its own. The newest reaches both.
     """
-    one, _, _ = nodes(tmp_path / "one", "ddp2", 2, 1, 64)
-    nodes(tmp_path / "two", "ddp2", 2, 2, 32, epochs=1)
+    one, _ = two_machines(tmp_path / "one", 1, epochs=3)
+    two_machines(tmp_path / "two", 2, epochs=1)
     assert not (tmp_path / "two" / "node1.pt").exists(), "rank 0 writes"
-    two, _, shown = nodes(tmp_path / "two", "ddp2", 2, 2, 32)
+    two, shown = two_machines(tmp_path / "two", 2, epochs=3)
     assert "epochs saved, by rank: [1, 1, -1, -1]. All take 0's" in shown
     torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
-    ddp, *_ = nodes(tmp_path / "ddp", "ddp", 2, 2, 32)
-    assert not torch.isclose(ddp["log_scale"], one["log_scale"], rtol=0, atol=1e-5)
 
 
 # Resume
@@ -231,15 +230,14 @@ def loop_of(train_loader=None, val_loader=None, rank=0, world_size=1, **options)
     return loop
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
-    loader = DataLoader(range(17), 4, shuffle=True)
+    loader = DataLoader(range(9), 4, shuffle=True)
     found = []
     for rank in range(world_size):
         shared = loop_of(rank=rank, world_size=world_size)._share_out(loader)
         found += [batch.tolist() for batch in shared]
-    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
-    assert sorted(found) == batches
+    assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
 class Begins(Callback):  # as in aitoolbox
@@ -270,7 +268,6 @@ REFUSED = {
     },
     "Begins.on_train_begin is never called": {"callbacks": [Begins()]},
     "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
-    "num_epochs 0 is no whole number": {"num_epochs": 0},
     "num_gpus '2,3' is no whole number": {"num_gpus": "2,3"},
     "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
     "epoch 1: loss nan, weights": {"criterion": nan, "snapshot_path": "x.pt"},
