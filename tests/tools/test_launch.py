@@ -36,8 +36,3 @@ def test_ranks_that_share_a_batch_are_all_ranks_there_are(tmp_path):
     edit(script, (" --split 2 ", " --split 8 "))
     with pytest.raises(InputError, match="no option of its command has the value"):
         options_of(script, 4)
-
-
-def test_a_fork_reads_the_script_where_it_runs(tmp_path):
-    (tmp_path / "script.py").write_text("print('here')")
-    assert Program(["python", "script.py"], tmp_path).finish().stdout == "here\n"
