@@ -16,9 +16,11 @@ import utils
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):
-    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    place = {} if device.type == "cpu" else {"device_id": device}  # or NCCL guesses
-    dist.init_process_group(backend, timeout=timeout, **place)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,  # or NCCL guesses
+    )
 
 
 class Trainer:
@@ -58,16 +60,16 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # NaN must not replace the last good snapshot.
-            loss = train_loss + held_out_loss
-            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
+            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            both = train_loss + held_out_loss
+            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -90,8 +92,9 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # contiguous() may have copied it
+            contiguous = buffer.contiguous()  # itself, or a copy
+            dist.broadcast(contiguous, src=0)
+            buffer.copy_(contiguous)
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -138,7 +141,8 @@ def load_train_objs():
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
+    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -167,17 +171,19 @@ def main(args):
     )
     sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(
-        model,
-        loss_fn,
-        optimizer,
-        train_data,
-        eval_data,
-        device,
-        args.save_every,
-        args.snapshot_path,
-    ).train(args.total_epochs)
-    dist.destroy_process_group()  # once the Trainer is gone
+    trainer = Trainer(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        train_data=train_data,
+        eval_data=eval_data,
+        device=device,
+        save_every=args.save_every,
+        snapshot_path=args.snapshot_path,
+    )
+    trainer.train(args.total_epochs)
+    del trainer  # it holds gloo's threads, which may abort or hang the exit
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

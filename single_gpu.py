@@ -47,9 +47,9 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # NaN must not replace the last good snapshot.
-            loss = train_loss + held_out_loss
-            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
+            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            both = train_loss + held_out_loss
+            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -113,7 +113,8 @@ def load_train_objs():
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
+    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -139,16 +140,17 @@ def main(args):
     )
     sampler = range(len(eval_set))  # each sample once, in order
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(
-        model,
-        loss_fn,
-        optimizer,
-        train_data,
-        eval_data,
-        device,
-        args.save_every,
-        args.snapshot_path,
-    ).train(args.total_epochs)
+    trainer = Trainer(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        train_data=train_data,
+        eval_data=eval_data,
+        device=device,
+        save_every=args.save_every,
+        snapshot_path=args.snapshot_path,
+    )
+    trainer.train(args.total_epochs)
 
 
 if __name__ == "__main__":

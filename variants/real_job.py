@@ -17,9 +17,11 @@ import utils
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):
-    backend = dist.get_default_backend_for_device(device)  # gloo on CPUs, NCCL on GPUs
-    place = {} if device.type == "cpu" else {"device_id": device}  # or NCCL guesses
-    dist.init_process_group(backend, timeout=timeout, **place)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,  # or NCCL guesses
+    )
 
 
 def schedule(optimizer, steps_per_epoch, epochs_run, total_epochs):
@@ -85,9 +87,9 @@ class Trainer:
             lr = self.scheduler.get_last_lr()[0]
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
             write_log(f"{self.snapshot_path}.csv", self.log)
-            # NaN must not replace the last good snapshot.
-            loss = train_loss + held_out_loss
-            utils.check_weights(loss, self.model, self.epochs_run, self.snapshot_path)
+            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            both = train_loss + held_out_loss
+            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -95,7 +97,7 @@ class Trainer:
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
         self.train_data.dataset.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -120,8 +122,9 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            dist.broadcast(whole := buffer.contiguous(), src=0)
-            buffer.copy_(whole)  # contiguous() may have copied it
+            contiguous = buffer.contiguous()  # itself, or a copy
+            dist.broadcast(contiguous, src=0)
+            buffer.copy_(contiguous)
         loss_sum, correct = torch.zeros(2, device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -236,7 +239,8 @@ def load_train_objs():
     torch.manual_seed(0)
     train_set, eval_set = load_digits()
     model, loss_fn = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
-    # `model.to(device)` keeps these parameters, on CPUs and GPUs. (On XLA it does not.)
+    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
+    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return SeededDataset(train_set), eval_set, model, loss_fn, optimizer
 
@@ -271,17 +275,19 @@ def main(args):
     )
     sampler = range(rank, len(eval_set), world_size)  # each sample once
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
-    Trainer(
-        model,
-        loss_fn,
-        optimizer,
-        train_data,
-        eval_data,
-        device,
-        args.save_every,
-        args.snapshot_path,
-    ).train(args.total_epochs)
-    dist.destroy_process_group()  # once the Trainer is gone
+    trainer = Trainer(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        train_data=train_data,
+        eval_data=eval_data,
+        device=device,
+        save_every=args.save_every,
+        snapshot_path=args.snapshot_path,
+    )
+    trainer.train(args.total_epochs)
+    del trainer  # it holds gloo's threads, which may abort or hang the exit
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
