@@ -1,4 +1,11 @@
-"""Copy this, too: data set, command line, device and snapshot file of all scripts."""
+"""What all scripts share, and none teaches. Copy this file together with a script.
+
+The words below, in short: several processes train one model together. Each is a rank,
+with a number from 0 on; its local rank is its number on its own machine, and the world
+size is how many ranks there are. They form a process group, in which they exchange data
+through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher starts them:
+torchrun, or `spawn` below. A script on one device has no process group.
+"""
 
 import argparse
 import math
@@ -11,13 +18,16 @@ import time
 import torch
 import torch.distributed as dist
 
-# DDP imports this module. If it does so first, a program may hang when it ends:
-# https://github.com/pytorch/pytorch/issues/190489
+# Not used here, but it must be imported before DistributedDataParallel imports it. Else
+# a program may hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 
-# {path of a snapshot: when it was last changed, as far as this process has seen}. If it
-# has been changed since, another run saves there, too.
+# {path of a snapshot: the time of its last change when this process last read or wrote
+# it}. If a file has another time later, another run has written it.
 last_seen = {}
+
+
+# Data
 
 
 class MyTrainDataset(torch.utils.data.Dataset):
@@ -44,43 +54,54 @@ class MyTrainDataset(torch.utils.data.Dataset):
         return self.data[index]
 
 
+# Ranks
+
+
 def get_rank():
     """This process' rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather(value):
-    """[the `value` of each rank], on all ranks; [`value`] without a process group."""
+    """[the `value` of each rank], on all ranks; [`value`] without a process group.
+
+    All ranks must call it: each waits for the others.
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value)  # fills the list
     return values
 
 
 def error(message):
-    """Bad input: end the program with one line on stderr and exit status 2."""
-    # All ranks find the same fault, and one line is enough. When the first rank of a
-    # machine ends, its launcher ends the others, which sleep here.
+    """End the program with one line on stderr and exit status 2; does not return."""
+    # Most faults are found by all ranks, and one line is enough. The first rank of a
+    # machine prints it and ends; then the launcher ends the others, which sleep here
+    # for longer than that takes. A rank that is alone with its fault prints it later.
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
-    # A thread of gloo may still hold a tensor, and exits abort then: it needs a moment.
+    # For some milliseconds after an exchange, threads of gloo hold its tensors. If
+    # Python ends then, the process may abort, and its exit status is another one.
     time.sleep(0.2)
     script = os.path.basename(sys.argv[0])
     print(f"{script}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
+# The command line
+
+
 def positive_int(text):
-    """`text` as an int of 1 or more, else the error that argparse makes a line of."""
+    """`text` as an int of 1 or more; argparse prints the error for others."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def writable_path(text):
-    """`text` if a file can be written there, else the error that argparse shows."""
+    """`text` if a file can be written there; argparse prints the error for others."""
     folder, name = os.path.split(os.path.realpath(text))
     try:
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
@@ -100,7 +121,7 @@ def make_parser(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.error = error
+    parser.error = error  # one line of one rank, without argparse's help
     parser.add_argument("total_epochs", type=positive_int, help="when to stop")
     parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
     parser.add_argument(
@@ -123,35 +144,32 @@ def make_parser(doc):
     return parser
 
 
+# Launchers
+
+
 def torchrun_env():
     """torchrun's RANK, LOCAL_RANK and WORLD_SIZE as ints."""
     try:
         return [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     except KeyError as name:
-        # Python keeps there how the program was started: None, or as `python -m NAME`.
+        # Say what to type. After `python -m NAME`, Python has the name here, else None.
         spec = sys.modules["__main__"].__spec__
         script = f"-m {spec.name}" if spec else sys.argv[0]
         error(f"no {name}: type torchrun --standalone --nproc-per-node=2 {script} ...")
 
 
-def device_type(name, distributed):
-    """The type of device that `--device name` means here, such as "cuda"."""
-    kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if name == "auto" and kind == "cpu" and torch.accelerator.device_count():
-        error("PyTorch cannot use the accelerators here: is the driver too old?")
-    backend = dist.get_default_backend_for_device(kind)  # Windows has no NCCL
-    if distributed and (kind == "mps" or not dist.is_backend_available(backend)):
-        kind = "cpu"  # tensors of such a device cannot be exchanged
-    usable = {"auto": kind, "cpu": "cpu", kind: kind}
-    if name not in usable:
-        error(f"--device {name}: this script can only use {', '.join(usable)} here")
-    return usable[name]
+def refuse_torchrun():
+    """For scripts that start their ranks themselves, or have one process alone.
+
+    Under torchrun, each of its processes would do so, and all would train the same.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it
+        error("start this script with python, not with torchrun")
 
 
 def choose_nprocs(device, nprocs=None):
     """Processes to start: `nprocs`, or one per accelerator, or 2 on the CPU."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        error("start this script with python, not with torchrun")
+    refuse_torchrun()
     on_cpu = device_type(device, distributed=True) == "cpu"
     count = 2 if on_cpu else torch.accelerator.device_count()
     if nprocs and nprocs > count and not on_cpu:
@@ -159,10 +177,51 @@ def choose_nprocs(device, nprocs=None):
     return nprocs or count
 
 
+def spawn(main, args, nprocs):
+    """`torch.multiprocessing.spawn`, without its traceback if a rank called `error`."""
+    # If this process dies, the system sends SIGINT to its ranks. In a job that a shell
+    # script has started with `&`, SIGINT is ignored, and the ranks would live on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        torch.multiprocessing.spawn(main, args, nprocs)
+    except torch.multiprocessing.ProcessExitedException as end:
+        if end.exit_code != 2:
+            raise
+        sys.exit(2)
+
+
+# Devices
+
+
+def device_type(name, distributed):
+    """The type of device that `--device name` means here, such as "cuda".
+
+    distributed: whether several processes train together.
+    """
+    kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if name == "auto" and kind == "cpu" and torch.accelerator.device_count():
+        # Devices are there, but none is available.
+        error("PyTorch cannot use the accelerators here: is the driver too old?")
+    if distributed:
+        # Without a backend that takes their tensors, ranks cannot use such devices: on
+        # Windows there is no NCCL, and for a Mac's GPU ("mps") there is nothing.
+        backend = dist.get_default_backend_for_device(kind)
+        if kind == "mps" or not dist.is_backend_available(backend):
+            kind = "cpu"
+    usable = {"auto": kind, "cpu": "cpu", kind: kind}  # {--device: the type it means}
+    if name not in usable:
+        error(f"--device {name}: this script can only use {', '.join(usable)} here")
+    return usable[name]
+
+
 def set_device(name, local_rank=None, nprocs=1):
-    """This rank's device, now the current one; `nprocs` share out the CPU's threads."""
-    if local_rank is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        error("start this script with python, not with torchrun")
+    """This process' device, which is PyTorch's current one from now on.
+
+    local_rank: None in a script on one device. nprocs: how many processes share the
+    CPU's threads; if each used all of them, they would wait for one another.
+    """
+    if local_rank is None:
+        refuse_torchrun()
     kind = device_type(name, distributed=local_rank is not None)
     if kind == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // nprocs))
@@ -175,20 +234,12 @@ def set_device(name, local_rank=None, nprocs=1):
     return device
 
 
-def spawn(main, args, nprocs):
-    """`torch.multiprocessing.spawn`, which ends in silence if a rank called `error`."""
-    # Ranks end with this process, by SIGINT, which a shell script's `&` would ignore.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        torch.multiprocessing.spawn(main, args, nprocs)
-    except torch.multiprocessing.ProcessExitedException as end:
-        if end.exit_code != 2:
-            raise
-        sys.exit(2)
+# Checks, for which all ranks must be there
 
 
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
-    """End with one line if ranks cannot train on what `load_train_objs` returns."""
+    """End with an error if ranks cannot train on what `load_train_objs` returns."""
+    # Others would be trained without the ranks' exchange, such as those of a loss.
     parameters = set(model.parameters())
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
@@ -203,24 +254,32 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
 
 
 def sum_of_weights(model):
-    """The sum of the weights' absolute values."""
+    """The sum of the weights' absolute values, one number to compare ranks by."""
     total = 0
     for weight in model.parameters():
         weight_sum = weight.detach().abs().float().sum()
-        if hasattr(weight_sum, "full_tensor"):  # each rank has a part of the weight
+        # Where each rank has a part of a weight (a DTensor), so it has of the sum.
+        if hasattr(weight_sum, "full_tensor"):
             weight_sum = weight_sum.full_tensor()
         total += weight_sum.item()
     return total
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with a line if `loss` or weights are NaN, or differ between ranks by 1e-5."""
+    """End with an error if `loss` or weights are NaN, or ranks have other weights.
+
+    After each step, all ranks should have the same ones. If they differ by more than
+    rounding, a share of 1e-5, the exchange of gradients does not work.
+    """
     sums = gather(sum_of_weights(model))
-    all_are_finite = math.isfinite(loss + sum(sums))
-    if not all_are_finite or max(sums) > 1.00001 * min(sums):
+    are_finite = math.isfinite(loss + sum(sums))  # one NaN makes the sum NaN
+    if not are_finite or max(sums) > 1.00001 * min(sums):
         by_rank = ", ".join(f"{weights:.6g}" for weights in sums)
         found = f"loss {loss:.6f}, weights by rank {by_rank}"
         error(f"epoch {epochs_run}: {found}, not saved to {path}")
+
+
+# Snapshots
 
 
 def save_atomically(snapshot, path):
@@ -232,7 +291,8 @@ def save_atomically(snapshot, path):
             torch.save(snapshot, file)
             file.flush()
             os.fsync(file.fileno())  # now it is on the disk, also if the power fails
-        # A run that resumes loads it so. With mmap, this reads no tensors.
+        # What cannot be loaded must not replace the old one: `weights_only` refuses
+        # most classes. With mmap, tensors are not read.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
             error(f"another run saves to {path}, too: choose another --snapshot-path")
@@ -246,7 +306,11 @@ def save_atomically(snapshot, path):
 
 
 def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
-    """The snapshot at `path`, on the CPU, or None. With `mmap`, it is read on use."""
+    """The snapshot at `path`, on the CPU, or None if there is no file.
+
+    mmap: leave tensors on the disk until they are used. counter: the name of what says
+    how far the run was.
+    """
     if not os.path.exists(path):
         return None
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)
@@ -260,25 +324,29 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
 
 
 def broadcast_snapshot(path, src):
-    """Rank `src`'s snapshot at `path`, on every rank."""
+    """Rank `src`'s snapshot at `path`, on every rank, which may be on other disks.
+
+    All ranks must call it. The file travels in parts of 4 MB, because an object that is
+    sent is copied in memory several times.
+    """
     is_source = dist.get_rank() == src
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
-        # In parts of 4 MB: a whole one would be in memory several times.
         while True:
-            part = file.read(4 * 2**20) if is_source else None
-            received = [part]
-            dist.broadcast_object_list(received, src)
-            part = received[0]
-            if part == b"":  # the end of the file
+            part = [file.read(4 * 2**20) if is_source else None]
+            dist.broadcast_object_list(part, src)  # puts the source's into the list
+            if part[0] == b"":  # the end of the file
                 break
             if not is_source:
-                file.write(part)
+                file.write(part[0])
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def shapes(state):
-    """[(name, shape)] of a model's state, in order: optimizers go by number."""
+    """[(name, shape)] of a model's state, in order.
+
+    The order counts: an optimizer's state belongs to parameters by their position.
+    """
     return [(name, getattr(value, "shape", ())) for name, value in state.items()]
 
 
@@ -288,7 +356,7 @@ def lengths(groups):
 
 
 def check_snapshot(snapshot, model, optimizer, path):
-    """End with one line unless `snapshot` fits; print the settings that it replaces."""
+    """End with an error if `snapshot` does not fit; print the settings it replaces."""
     hint = "choose another --snapshot-path"
     if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
         error(f"{path} belongs to another model: {hint}")
@@ -298,7 +366,8 @@ def check_snapshot(snapshot, model, optimizer, path):
         error(f"{path} belongs to an optimizer of other parameter groups: {hint}")
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
-            # An older PyTorch may not have saved all options that are bools or None.
+            # SGD's has no betas, for example. But options that are bools or None come
+            # with new versions of PyTorch: an older one has not saved all of them.
             if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
@@ -306,21 +375,24 @@ def check_snapshot(snapshot, model, optimizer, path):
 
 
 def print_replaced(old, new, path):
-    """Print the settings of a group of parameters that a snapshot replaces."""
+    """Print which settings of a group, such as its rate, a snapshot replaces."""
     for name, value in new.items():
         saved = old.get(name, value)
-        # A schedule keeps there what it began with. If this run has a schedule, it sets
-        # the value itself.
+        # A schedule keeps the rate that it began with as `initial_lr`. If this run has
+        # a schedule, it will set the rate itself.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
             print(f"{name} is {saved} as in {path}{by}, not {value} as here")
 
 
+# Printed lines
+
+
 def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # Fewer than ranks if some ranks share a batch
+    # Ranks that split a layer take one batch together; their sampler counts them once.
     replicas = getattr(train_data.sampler, "num_replicas", ranks)
     batch = train_data.batch_size
     line = f"{ranks} x {device.type}, batch {batch} each: effective batch"
