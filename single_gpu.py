@@ -114,7 +114,7 @@ def load_train_objs():
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -125,7 +125,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 

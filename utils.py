@@ -1,10 +1,13 @@
-"""What all scripts share, and none teaches. Copy this file together with a script.
+"""Data, command line, devices and snapshots of all scripts. Copy this file, too.
 
-The words below, in short: several processes train one model together. Each is a rank,
-with a number from 0 on; its local rank is its number on its own machine, and the world
-size is how many ranks there are. They form a process group, in which they exchange data
-through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher starts them:
-torchrun, or `spawn` below. A script on one device has no process group.
+The words below, in short: several processes train one model together. Each has a copy
+of the model and computes gradients on samples of its own. After `backward()` they
+average the gradients, so that all copies take the same step. (Some scripts split the
+weights over the processes instead.) Each process is a rank, with a number from 0 on.
+Its local rank is its number on its own machine, and the world size is how many ranks
+there are. They form a process group, in which they exchange data through a backend:
+NCCL between NVIDIA GPUs, gloo between CPUs. A launcher starts them: torchrun, or
+`spawn` below. A script on one device has no process group.
 """
 
 import argparse
@@ -22,8 +25,8 @@ import torch.distributed as dist
 # a program may hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 
-# {path of a snapshot: the time of its last change when this process last read or wrote
-# it}. If a file has another time later, another run has written it.
+# Path of a snapshot -> when it was last changed, as this process last read or wrote it.
+# If the file has another time later, another run has written it.
 last_seen = {}
 
 
@@ -33,14 +36,16 @@ last_seen = {}
 class MyTrainDataset(torch.utils.data.Dataset):
     """A linear regression with known noise: `size` samples, 20 features and 1 target.
 
-    A sample: float32 tensors of shapes (20,) and (1,). Other seeds draw other samples
-    for the same weights, whose mean squared error is `noise_floor`.
+    A sample: float32 tensors of shapes (20,) and (1,). All seeds draw samples for the
+    same weights. The best loss that a model can have is `noise_floor`.
     """
 
     noise_floor = 0.01
 
     def __init__(self, size, seed=0):
-        weight = torch.randn(20, 1, generator=torch.Generator().manual_seed(2**31))
+        # Any number that nobody takes for a seed of the samples
+        fixed = torch.Generator().manual_seed(2**31)
+        weight = torch.randn(20, 1, generator=fixed)
         generator = torch.Generator().manual_seed(seed)
         source = torch.randn(size, 20, generator=generator)
         noise = self.noise_floor**0.5 * torch.randn(size, 1, generator=generator)
@@ -76,14 +81,14 @@ def gather(value):
 
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
-    # Most faults are found by all ranks, and one line is enough. The first rank of a
-    # machine prints it and ends; then the launcher ends the others, which sleep here
-    # for longer than that takes. A rank that is alone with its fault prints it later.
+    # Most faults are found by all ranks, and one line is enough. So all but the first
+    # rank of a machine wait here. When the first one has ended, the launcher ends them.
+    # If it has found no fault, it does not end, and they print theirs after the sleep.
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
     # For some milliseconds after an exchange, threads of gloo hold its tensors. If
-    # Python ends then, the process may abort, and its exit status is another one.
+    # Python ends then, the process may abort, and its exit status is not 2.
     time.sleep(0.2)
     script = os.path.basename(sys.argv[0])
     print(f"{script}: error: {message}", file=sys.stderr)
@@ -94,14 +99,14 @@ def error(message):
 
 
 def positive_int(text):
-    """`text` as an int of 1 or more; argparse prints the error for others."""
+    """`text` as an int of 1 or more, or the error that argparse prints."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def writable_path(text):
-    """`text` if a file can be written there; argparse prints the error for others."""
+    """`text` if a file can be written there, or the error that argparse prints."""
     folder, name = os.path.split(os.path.realpath(text))
     try:
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
@@ -159,9 +164,9 @@ def torchrun_env():
 
 
 def refuse_torchrun():
-    """For scripts that start their ranks themselves, or have one process alone.
+    """For scripts that start their ranks themselves, and for those on one device.
 
-    Under torchrun, each of its processes would do so, and all would train the same.
+    torchrun would start such a script several times, each to train a model alone.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it
         error("start this script with python, not with torchrun")
@@ -178,9 +183,13 @@ def choose_nprocs(device, nprocs=None):
 
 
 def spawn(main, args, nprocs):
-    """`torch.multiprocessing.spawn`, without its traceback if a rank called `error`."""
-    # If this process dies, the system sends SIGINT to its ranks. In a job that a shell
-    # script has started with `&`, SIGINT is ignored, and the ranks would live on.
+    """Run `main(rank, *args)` in `nprocs` processes, and wait until they have ended.
+
+    As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
+    """
+    # If this process dies, the system sends SIGINT to its ranks, so that they end. But
+    # a shell script starts a job that has an `&` with SIGINT ignored. The ranks would
+    # inherit that from this process, and live on. So do not ignore it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -203,8 +212,8 @@ def device_type(name, distributed):
         # Devices are there, but none is available.
         error("PyTorch cannot use the accelerators here: is the driver too old?")
     if distributed:
-        # Without a backend that takes their tensors, ranks cannot use such devices: on
-        # Windows there is no NCCL, and for a Mac's GPU ("mps") there is nothing.
+        # Ranks can only use devices whose tensors some backend sends. On Windows there
+        # is no NCCL. For a Mac's GPU ("mps") PyTorch names gloo, which refuses them.
         backend = dist.get_default_backend_for_device(kind)
         if kind == "mps" or not dist.is_backend_available(backend):
             kind = "cpu"
@@ -234,12 +243,13 @@ def set_device(name, local_rank=None, nprocs=1):
     return device
 
 
-# Checks, for which all ranks must be there
+# Checks, which all ranks must call
 
 
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
     """End with an error if ranks cannot train on what `load_train_objs` returns."""
-    # Others would be trained without the ranks' exchange, such as those of a loss.
+    # Only gradients of the model's parameters are averaged. Other parameters, such as a
+    # loss's own, would become different from rank to rank.
     parameters = set(model.parameters())
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
@@ -248,7 +258,7 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    step = len(sizes) * batch_size
+    step = len(sizes) * batch_size  # a smaller one is left out, and none would remain
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
@@ -258,7 +268,7 @@ def sum_of_weights(model):
     total = 0
     for weight in model.parameters():
         weight_sum = weight.detach().abs().float().sum()
-        # Where each rank has a part of a weight (a DTensor), so it has of the sum.
+        # If the ranks split the weight (a DTensor), so far it is the sum of a part.
         if hasattr(weight_sum, "full_tensor"):
             weight_sum = weight_sum.full_tensor()
         total += weight_sum.item()
@@ -266,10 +276,10 @@ def sum_of_weights(model):
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with an error if `loss` or weights are NaN, or ranks have other weights.
+    """End with an error if `loss` or weights are NaN, or differ between ranks.
 
-    After each step, all ranks should have the same ones. If they differ by more than
-    rounding, a share of 1e-5, the exchange of gradients does not work.
+    After each step, all ranks should have the same weights. If they differ by more than
+    rounding does, 1e-5 of their sum, the ranks do not average their gradients.
     """
     sums = gather(sum_of_weights(model))
     are_finite = math.isfinite(loss + sum(sums))  # one NaN makes the sum NaN
@@ -308,8 +318,8 @@ def save_atomically(snapshot, path):
 def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
     """The snapshot at `path`, on the CPU, or None if there is no file.
 
-    mmap: leave tensors on the disk until they are used. counter: the name of what says
-    how far the run was.
+    mmap: leave tensors on the disk until they are used. counter: the entry that says
+    how far the run was; a script that counts steps has another one.
     """
     if not os.path.exists(path):
         return None
@@ -324,10 +334,10 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
 
 
 def broadcast_snapshot(path, src):
-    """Rank `src`'s snapshot at `path`, on every rank, which may be on other disks.
+    """Rank `src`'s snapshot at `path`, on every rank.
 
-    All ranks must call it. The file travels in parts of 4 MB, because an object that is
-    sent is copied in memory several times.
+    For several machines, where only some may have the newest file. All ranks must call
+    it. The file travels in parts of 4 MB, because what is sent is copied several times.
     """
     is_source = dist.get_rank() == src
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
@@ -379,7 +389,8 @@ def print_replaced(old, new, path):
     for name, value in new.items():
         saved = old.get(name, value)
         # A schedule keeps the rate that it began with as `initial_lr`. If this run has
-        # a schedule, it will set the rate itself.
+        # a schedule, it sets the rate, and nothing is replaced. If the saved run had
+        # one and began with this run's rate, the schedule has changed it, no person.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
@@ -392,7 +403,8 @@ def print_replaced(old, new, path):
 def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # Ranks that split a layer take one batch together; their sampler counts them once.
+    # Under tensor parallelism, ranks that split a layer take one batch together, and
+    # the sampler counts them once.
     replicas = getattr(train_data.sampler, "num_replicas", ranks)
     batch = train_data.batch_size
     line = f"{ranks} x {device.type}, batch {batch} each: effective batch"

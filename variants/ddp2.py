@@ -1,7 +1,8 @@
 """Compute the loss over the whole batch of a machine. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.ddp2 20 5
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
+place of --standalone. HOST is one of the two.
 """
 
 import gc
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,
@@ -90,14 +91,14 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -114,7 +115,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         seen = []
@@ -141,12 +142,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        # Machines may not share a disk, and ranks may find different snapshots.
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:
+        if max(epochs) >= 0:  # also if all have one epoch: the files may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -223,7 +224,7 @@ def load_train_objs():
     train_set, eval_set = load_views()
     model = Encoder(20, 8)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, InfoNCE(), optimizer
 
@@ -234,7 +235,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -257,7 +258,7 @@ def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     nodes, nprocs = count_nodes(world_size, args.batch_size)
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)
+    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)

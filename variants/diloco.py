@@ -1,7 +1,8 @@
 """Average weights every few steps, for slow links. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.diloco 50 10
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
+place of --standalone. HOST is one of the two.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,
@@ -118,7 +119,7 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for step, (source, targets) in enumerate(self.train_data, start=1):
@@ -128,7 +129,7 @@ class Trainer:
             if step % self.local_steps == 0 or step == len(self.train_data):
                 self.outer.step()
         average_state(self.optimizer, self.device)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -146,7 +147,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         loss_sum = torch.zeros((), device=self.device)
@@ -155,7 +156,7 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # adds up, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -175,12 +176,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        # Machines may not share a disk, and ranks may find different snapshots.
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:
+        if max(epochs) >= 0:  # also if all have one epoch: the files may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -205,7 +206,7 @@ def load_train_objs():
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -216,7 +217,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -224,7 +225,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)
+    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.

@@ -1,7 +1,8 @@
 """Shard a model that is too large for one device. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.fsdp 50 10
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
+place of --standalone. HOST is one of the two.
 """
 
 import gc
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,
@@ -121,14 +122,14 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -146,7 +147,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         batches = torch.tensor(len(self.eval_data), device=self.device)
@@ -160,7 +161,7 @@ class Trainer:
         for _ in range(batches.item() - len(self.eval_data)):
             source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
             self.model(source.to(self.device))  # all ranks must gather equally often
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # adds up, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -180,8 +181,8 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        # Machines may not share a disk, and ranks may find different snapshots.
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
@@ -201,7 +202,7 @@ def load_train_objs():
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -212,7 +213,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -220,7 +221,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)
+    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.

@@ -16,7 +16,7 @@ import utils
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        store=dist.TCPStore("localhost", port),
+        store=dist.TCPStore("localhost", port),  # where ranks find one another
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -109,7 +109,7 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         self.skipped = torch.zeros((), device=self.device)
         loss_sum = torch.zeros((), device=self.device)
@@ -117,7 +117,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -138,7 +138,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         loss_sum = torch.zeros((), device=self.device)
@@ -148,7 +148,7 @@ class Trainer:
             with torch.autocast(self.device.type, self.dtype):
                 output = self.model(source)
                 loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # adds up, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -185,7 +185,7 @@ def load_train_objs():
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -196,7 +196,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -239,5 +239,5 @@ if __name__ == "__main__":
     parser.add_argument("--clip", type=positive_float, default="inf", help=text)
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
-    store = dist.TCPStore("localhost", 0, is_master=True)  # serves while it is alive
+    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here to the end
     utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)

@@ -1,7 +1,8 @@
 """Save at SIGTERM, resume at the same step. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
+place of --standalone. HOST is one of the two.
 """
 
 import os
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,
@@ -88,7 +89,7 @@ class Trainer:
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
         self.train_data.sampler.start = self.samples_run // dist.get_world_size()
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # its own
+        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -106,13 +107,13 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
             self.samples_run += len(source) * dist.get_world_size()
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / max(1, len(self.train_data))
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.ddp_model(source)
+        output = self.ddp_model(source)  # so backward() averages over the ranks
         loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
@@ -122,7 +123,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         loss_sum = torch.zeros((), device=self.device)
@@ -131,7 +132,7 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # adds up, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -183,7 +184,7 @@ def load_train_objs():
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -199,7 +200,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         sampler=sampler,
         drop_last=drop_last,
         worker_init_fn=ignore_sigterm,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -207,7 +208,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)
+    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.

@@ -1,7 +1,8 @@
 """Split layers that are too wide for one device. Parent: multinode.py
 
 torchrun --standalone --nproc-per-node=2 -m variants.tensor_parallel 20 5 --split 2
-On two machines, --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST, no --standalone.
+On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
+place of --standalone. HOST is one of the two.
 """
 
 import os
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,
@@ -150,7 +151,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -167,7 +168,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
+            contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
         loss_sum = torch.zeros((), device=self.device)
@@ -196,12 +197,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+        # Machines may not share a disk, and ranks may find different snapshots.
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:
+        if max(epochs) >= 0:  # also if all have one epoch: the files may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -223,7 +224,7 @@ def load_train_objs():
     layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
     model = torch.nn.Sequential(*layers)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on XLA it makes others, which nobody would train.
+    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
 
@@ -234,7 +235,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # for copies that do not block
     )
 
 
@@ -245,7 +246,7 @@ def main(args):
         utils.error(f"--split {args.split} does not divide {world_size} ranks")
     replica, replicas = rank // args.split, world_size // args.split
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)
+    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
