@@ -82,7 +82,10 @@ class StepSampler(Sampler):
 
 
 def eval_starts(n_tokens, block_size, batch_size, replica=0, replicas=1):
-    """Where this replica validates: its windows. Each token is predicted once."""
+    """Where this replica's windows for validation begin.
+
+    Those of all replicas together predict each token once.
+    """
     all_starts = range(0, n_tokens - 1, block_size)
     starts = list(all_starts[replica::replicas])
     # Windows past the end, which count nothing, make whole batches: torch.compile would

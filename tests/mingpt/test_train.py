@@ -77,8 +77,8 @@ def metrics(folder, name="mingpt.metrics.csv"):
     with open(folder / name, newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        for name, value in row.items():
-            row[name] = float(value)
+        for column, value in row.items():
+            row[column] = float(value)
     return rows
 
 
