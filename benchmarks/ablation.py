@@ -13,7 +13,6 @@ import multiprocessing
 import statistics
 import time
 import types
-from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from mingpt import batches, data, train
+from mingpt.parallel import Whole
 from tools.diffs import hunks, mix
 from tools.site import pages
 
@@ -40,9 +40,8 @@ SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
 BATCH = 12
 STEPS = 300  # about half a pass over the text
 WEIGHT_DECAY = 0.1  # as all of these, mingpt.train's default
-OPTIONS = {"warmup": 0.05, "clip": 1.0, "accumulate": 1}
-OPTIONS |= {"precision": "fp32", "compile": "off", "shard": False, "split": 1}
-OPTIONS |= {"model": None, "snapshot_path": None}  # it saves nothing
+OPTIONS = {"warmup": 0.05, "clip": 1.0, "accumulate": 1, "dtype": torch.float32}
+OPTIONS |= {"configuration": None, "snapshot_path": None}  # it saves nothing
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
@@ -102,14 +101,19 @@ class Training(train.Trainer):
         # The same batches for each variant, so that runs of one seed are pairs.
         sampler = batches.StepSampler(len(corpus.train), block, BATCH, run.seed)
         windows = batches.eval_starts(len(corpus.val), block, 64)
-        pairs = (corpus.train, BATCH, sampler), (corpus.val, 64, windows)
-        loaders = (
-            train.prepare_dataloader(batches.Blocks(tokens, block), *how, device)
-            for tokens, *how in pairs
+        prepare = train.prepare_dataloader
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            train_data=prepare(corpus.train, block, BATCH, sampler, device),
+            eval_data=prepare(corpus.val, block, 64, windows, device),
+            device=device,
+            corpus=corpus,
+            parallel=Whole(),
+            steps=run.steps,
+            eval_every=run.steps,
+            **OPTIONS,
         )
-        args = {"steps": run.steps, "eval_every": run.steps, "seed": run.seed}
-        args = Namespace(**args, **OPTIONS)
-        super().__init__(model, optimizer, *loaders, device, corpus, args)
         self.batches = iter(self.train_data)
 
     def _load_snapshot(self):

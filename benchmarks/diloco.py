@@ -69,8 +69,8 @@ class Trainer(train.Trainer):
 class DiLoCo(Trainer):
     """Each rank steps by itself, and all take an outer step after LOCAL_STEPS."""
 
-    def __init__(self, model, *arguments):
-        super().__init__(model, *arguments)
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
         self.outer = OuterOptimizer(model, OUTER_LR, OUTER_MOMENTUM)
 
     def _stop_if_told(self):  # it asks the other rank

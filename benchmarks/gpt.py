@@ -20,13 +20,15 @@ import os
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 import utils
 from benchmarks import report
-from mingpt import data, loading, model, options, train
+from mingpt import data, loading, options, train
+from mingpt.model import attention
 
 # {configuration: (preset, batch size on a CPU, on a GPU, size of the vocabulary)}
 CONFIGURATIONS = {
@@ -94,9 +96,9 @@ def words(version, args):
 class InTurns(train.Trainer):
     """mingpt.train's Trainer; its steps come in turns, and nothing is evaluated."""
 
-    def __init__(self, gpt, *others):
-        self.flops = flops_per_token(gpt)
-        super().__init__(gpt, *others)
+    def __init__(self, model, **settings):
+        self.flops = flops_per_token(model)
+        super().__init__(model, **settings)
 
     def train(self):
         wait = torch.get_device_module(self.device).synchronize
@@ -112,44 +114,50 @@ class InTurns(train.Trainer):
 class PlainLoop(InTurns):
     """The step of nanoGPT, eager, or compiled as nanoGPT does."""
 
-    def __init__(self, gpt, _optimizer, train_data, _eval_data, device, _corpus, args):
-        self.device, self.args, self.steps_run = device, args, 0
-        self.flops = flops_per_token(gpt)
-        self.dtype, self.batches = options.DTYPES[args.precision], iter(train_data)
+    def __init__(self, model, optimizer, train_data, device, dtype, **settings):
+        self.device, self.dtype, self.batches = device, dtype, iter(train_data)
+        self.settings, self.steps_run = SimpleNamespace(**settings), 0
+        self.lr = optimizer.defaults["lr"]
+        self.flops = flops_per_token(model)
         self.hugging_face = self.version.kind == "transformers"
-        for block in gpt.transformer.h:
-            block.attn.attention = model.attention  # PyTorch's kernel
-        self.model = (as_transformers(gpt) if self.hugging_face else gpt).to(device)
+        for block in model.transformer.h:
+            block.attn.attention = attention  # PyTorch's kernel
+        self.model = (as_transformers(model) if self.hugging_face else model).to(device)
         matrices = [x for x in self.model.parameters() if x.dim() >= 2]
         others = [x for x in self.model.parameters() if x.dim() < 2]
         groups = [
-            {"params": matrices, "weight_decay": args.weight_decay},
+            {
+                "params": matrices,
+                "weight_decay": optimizer.param_groups[0]["weight_decay"],
+            },
             {"params": others, "weight_decay": 0.0},
         ]
         fused = {"fused": True} if self.hugging_face else {}
-        self.optimizer = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95), **fused)
+        self.optimizer = torch.optim.AdamW(groups, self.lr, betas=(0.9, 0.95), **fused)
         if self.version.compiled:
             self.model.compile()
 
     def _run_steps(self):
         self.model.train()
         loss_sum, tokens = torch.zeros((), device=self.device), 0
-        for source, targets in itertools.islice(self.batches, self.args.eval_every):
+        for source, targets in itertools.islice(self.batches, self.settings.eval_every):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            scale = train.lr_scale(self.steps_run, self.args.steps, self.args.warmup)
+            scale = train.lr_scale(
+                self.steps_run, self.settings.steps, self.settings.warmup
+            )
             for group in self.optimizer.param_groups:
-                group["lr"] = self.args.lr * scale
+                group["lr"] = self.lr * scale
             with self._autocast():
                 loss = self.loss(source, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             loss_sum += loss.detach()
             tokens += source.numel()
             self.steps_run += 1
-        return loss_sum.item() / self.args.eval_every, tokens
+        return loss_sum.item() / self.settings.eval_every, tokens
 
     def loss(self, source, targets):
         if self.hugging_face:

@@ -1,6 +1,7 @@
 """Tokens to batches: which window of the text a step sees, on which rank."""
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -21,58 +22,74 @@ class Blocks(Dataset):
     def __getitems__(self, starts):
         """A whole batch, for DataLoader: int64, (len(starts), block_size) each."""
         starts = np.asarray(starts)
-        return self._gather(starts, 0), self._gather(starts + 1, -1)
+        source = self._gather(starts, padding=0)
+        targets = self._gather(starts + 1, padding=-1)
+        return source, targets
 
     def _gather(self, starts, padding):
         places = starts[:, None] + np.arange(self.block_size)
-        past = places >= len(self.tokens)
-        places[past] = 0
+        past_the_end = places >= len(self.tokens)
+        places[past_the_end] = 0
         batch = self.tokens[places].astype(np.int64)
-        batch[past] = padding
+        batch[past_the_end] = padding
         return torch.from_numpy(batch)
 
 
 class StepSampler(Sampler):
     """Where the windows of each step begin, step after step without end.
 
-    A step has batch_size * world_size windows, and this rank takes every world_size-th
-    of them, so that the windows of all ranks do not depend on world_size. A pass over
-    the text takes each window once, in an order that follows from seed and pass.
+    A step has batch_size * replicas windows, and this replica takes every replicas-th
+    of them, so that the windows of all do not depend on their number. (A replica is a
+    rank, or several that share a batch.) A pass over the text takes each window once,
+    in an order that follows from seed and pass.
     """
 
-    def __init__(self, n_tokens, block_size, batch_size, seed=0, rank=0, world_size=1):
-        self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, n_tokens, block_size, batch_size, seed=0, replica=0, replicas=1):
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.replica = replica
+        self.replicas = replicas
         # A window has a target more than it has tokens of its own.
         self.windows = max(1, (n_tokens - block_size) // block_size)
         self.shifts = n_tokens - self.windows * block_size
         self.start = 0  # how many windows all ranks together have trained already
-        self.order = None, None  # of the latest pass: (number, windows)
+        self.pass_number = None  # the latest pass over the text
+        self.order = None  # where its windows begin
 
     def __iter__(self):
-        return itertools.chain.from_iterable(map(self.starts, itertools.count()))
+        for step in itertools.count():
+            yield from self.starts(step)
 
     def starts(self, step):
-        """This rank's windows of a step, which counts from `start`."""
-        size = self.batch_size * self.world_size
+        """This replica's windows of a step, which counts from `start`."""
+        size = self.batch_size * self.replicas
         first = self.start + step * size
-        places = range(first + self.rank, first + size, self.world_size)
-        return [self._window(*divmod(place, self.windows)) for place in places]
+        numbers = range(first + self.replica, first + size, self.replicas)
+        return [self._window(number) for number in numbers]
 
-    def _window(self, number, place):
-        if self.order[0] != number:
-            generator = torch.Generator().manual_seed(hash((self.seed, number)))
+    def _window(self, number):
+        """Where a window begins. `number` counts the windows of all passes."""
+        pass_number, place = divmod(number, self.windows)
+        if pass_number != self.pass_number:
+            seed = hash((self.seed, pass_number))
+            generator = torch.Generator().manual_seed(seed)
             shift = torch.randint(self.shifts, (), generator=generator)
             order = torch.randperm(self.windows, generator=generator)
-            self.order = number, shift + order * self.block_size
-        return self.order[1][place].item()
+            self.order = shift + order * self.block_size
+            self.pass_number = pass_number
+        return self.order[place].item()
 
 
-def eval_starts(n_tokens, block_size, batch_size, rank=0, world_size=1):
-    """Where this rank's windows for validation begin: each token is predicted once."""
+def eval_starts(n_tokens, block_size, batch_size, replica=0, replicas=1):
+    """Where this replica's windows for validation begin.
+
+    Those of all replicas together predict each token once.
+    """
+    all_starts = range(0, n_tokens - 1, block_size)
+    starts = list(all_starts[replica::replicas])
     # Windows past the end, which count nothing, make whole batches: torch.compile would
-    # compile again for a batch of another size. All ranks have as many batches as rank
-    # 0, because a sharded model gathers its weights in each.
-    starts = range(rank * block_size, n_tokens - 1, world_size * block_size)
-    most = len(range(0, n_tokens - 1, world_size * block_size))
-    return [*starts, *[n_tokens] * (most + -most % batch_size - len(starts))]
+    # compile again for a batch of another size. All replicas have as many batches as
+    # the first, because a sharded model gathers its weights in each.
+    batches = math.ceil(len(all_starts) / (replicas * batch_size))
+    return starts + (batches * batch_size - len(starts)) * [n_tokens]

@@ -10,24 +10,35 @@ import utils
 OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path"}
 
 
-def check_ranks(args, corpus):
-    """End with one line if the ranks do not train the same, on the same text."""
-    mine = {x: y for x, y in vars(args).items() if x not in OF_ONE_RANK}
-    mine["text"] = f"{len(corpus.train)} tokens, {corpus.checksum}"
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    for name in mine:
-        if len({str(x[name]) for x in found}) > 1:
-            utils.error(f"ranks differ in {name}: {[x[name] for x in found]}")
+def check_ranks(options, corpus):
+    """End with one line if the ranks do not train the same, on the same text.
+
+    options: {name: value} of the command line.
+    """
+    options = options | {"text": f"{len(corpus.train)} tokens, {corpus.checksum}"}
+    found = utils.gather(options)
+    for name in options:
+        values = [ranks_options[name] for ranks_options in found]
+        if name not in OF_ONE_RANK and len(set(map(str, values))) > 1:
+            utils.error(f"ranks differ in {name}: {values}")
 
 
-def configuration(args, corpus, config):
-    """What a snapshot must have been saved with, so that a run can resume from it."""
-    names = {"model": args.model, "seed": args.seed}
-    names |= {"tokenizer": corpus.tokenizer.state(), "text": corpus.checksum}
-    config = dataclasses.asdict(config) | {"checkpoint": False}  # it changes no result
+def configuration(model, seed, corpus, config):
+    """What a snapshot must have been saved with, so that a run can resume from it.
+
+    model: the name of its module. config: its GPTConfig.
+    """
+    fields = dataclasses.asdict(config)
+    fields["checkpoint"] = False  # it changes no result
     # A function is no part of a snapshot: another device may choose another attention.
-    return names | {"config": {k: x for k, x in config.items() if not callable(x)}}
+    fields = {name: value for name, value in fields.items() if not callable(value)}
+    return {
+        "model": model,
+        "seed": seed,
+        "tokenizer": corpus.tokenizer.state(),
+        "text": corpus.checksum,
+        "config": fields,
+    }
 
 
 def check_snapshot(snapshot, now, path):
@@ -37,9 +48,10 @@ def check_snapshot(snapshot, now, path):
     """
     saved = snapshot.get("CONFIGURATION", {})
     for name, value in now.items():
-        if name == "text" and saved.get(name) != value:
-            if dist.get_rank() == 0:  # one rank prints
-                print(f"{path} was trained on another text, or another split")
-        elif saved.get(name) != value:
+        if saved.get(name) == value:
+            continue
+        if name != "text":
             other = "is another one" if name == "tokenizer" else saved.get(name)
             utils.error(f"{path}: its {name} {other}: choose another --snapshot-path")
+        if dist.get_rank() == 0:  # one rank prints
+            print(f"{path} was trained on another text, or another split")

@@ -12,11 +12,15 @@ from mingpt import model
 
 def attention(q, k, v, dropout):
     """What `mingpt.model.attention` gives."""
-    T = q.size(2)
+    B, heads, T, head_size = q.shape
     if v.dtype != torch.bfloat16 or T == 1:
         return model.attention(q, k, v, dropout)
-    future = torch.full((T, T), -torch.inf, dtype=v.dtype).triu(1)
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    scores = torch.baddbmm(future, q, k.mT, alpha=q.size(2) ** -0.5)
-    weights = F.dropout(scores.float().softmax(dim=-1), dropout, dropout > 0)
-    return weights.to(v.dtype).view(*v.shape[:2], T, T) @ v
+    # No token sees the tokens after it.
+    mask = torch.full((T, T), -torch.inf, dtype=v.dtype).triu(1)
+    scores = torch.baddbmm(
+        mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_size**-0.5
+    )
+    weights = scores.float().softmax(dim=-1)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    weights = weights.to(v.dtype)
+    return weights.view(B, heads, T, T) @ v

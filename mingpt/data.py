@@ -43,24 +43,30 @@ def find_files(paths):
         else:
             if os.path.isdir(path):
                 path = os.path.join(glob.escape(path), "**")
-            files = [x for x in glob.glob(path, recursive=True) if os.path.isfile(x)]
+            files = list(filter(os.path.isfile, glob.glob(path, recursive=True)))
         if not files:
             utils.error(f"there is no text in {path}")
         found += files
-    kept = {os.path.realpath(x): x for x in sorted(found, reverse=True)}
+    # Of several names of a file, the first in the order is kept.
+    found.sort(reverse=True)
+    kept = {os.path.realpath(path): path for path in found}
     return sorted(kept.values())
 
 
 def read(path):
     """Yield the text of a file in pieces that end where a line ends."""
     if path == "python-docs":
+        # A large module, which no other text needs.
         from pydoc_data.topics import topics
 
         yield "\n".join(topics[name] for name in sorted(topics))
         return
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            while piece := file.read(PIECE) + file.readline():
+            while True:
+                piece = file.read(PIECE) + file.readline()
+                if not piece:  # the end of the file
+                    break
                 yield piece
     except (OSError, UnicodeDecodeError) as error:
         utils.error(f"cannot read {path}: {error}")
@@ -74,7 +80,7 @@ def split(files, start):
     """
     is_val = False
     for number, path in enumerate(files):
-        if number:
+        if number > 0:
             yield is_val, None
             start -= 1  # what stands between two files counts as a newline
         for piece in read(path):
@@ -82,17 +88,20 @@ def split(files, start):
             if start < len(data) and not is_val:
                 cut = find_cut(data, max(0, start))
                 yield False, data[:cut].decode()
-                is_val, data = True, data[cut:]
+                is_val = True
+                data = data[cut:]
             yield is_val, data.decode()
             start -= len(data)
 
 
 def find_cut(data, start):
     """Where the line of the byte `start` ends; if it is long, a character near it."""
-    end = data.find(b"\n", start, start + (len(data) - start) // 2)
+    middle = start + (len(data) - start) // 2
+    end = data.find(b"\n", start, middle)
     if end >= 0:
         return end + 1
-    while start < len(data) and data[start] & 0xC0 == 0x80:  # inside a character
+    # In UTF-8, the bytes inside a character, and only they, begin with the bits 10.
+    while start < len(data) and data[start] & 0b11000000 == 0b10000000:
         start += 1
     return start
 
@@ -119,91 +128,135 @@ def prepare(paths="python-docs", tokenizer="chars", cache="tokens", fraction=0.1
     """
     if not 0 < fraction < 1:
         utils.error(f"--val-fraction is {fraction}: choose one between 0 and 1")
-    paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
     files = find_files(map(os.fspath, paths))
-    digests, size, chars = [], len(files) - 1, set("\n"[: len(files) - 1])
-    for path in files:
-        digest = hashlib.sha256()
-        for piece in read(path):
-            digest.update(piece.encode())
-            size += len(piece.encode())
-            chars.update(piece)
-        digests.append(digest.hexdigest())
+    digests, size, chars = survey(files)
     validation = min(max(1, int(fraction * size)), MAX_VALIDATION, size - 1)
     if validation < 1:
         utils.error(f"there is no text in {', '.join(files)}")
     if tokenizer == "chars":
         tokenizer = CharTokenizer("".join(sorted(chars)))
+    elif tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
     else:
-        tokenizer = (
-            ByteTokenizer() if tokenizer == "bytes" else read_tokenizer(tokenizer)
-        )
+        tokenizer = read_tokenizer(tokenizer)
+    vocab_size = tokenizer.vocab_size
+    dtype = "<u2" if vocab_size <= 65536 else "<u4"
     key = json.dumps([FORMAT, digests, tokenizer.state(), fraction])
     checksum = hashlib.sha256(key.encode()).hexdigest()[:16]
-    place = os.path.join(cache, checksum)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    folder = os.path.join(cache, checksum)
     try:
-        if not os.path.exists(place):
-            encode(split(files, size - validation), tokenizer, dtype, place)
-        train = np.memmap(os.path.join(place, "train"), dtype, "r")
-        val = np.memmap(os.path.join(place, "val"), dtype, "r")
-        with open(os.path.join(place, "val_bytes")) as file:
+        if not os.path.exists(folder):
+            pieces = split(files, size - validation)
+            encode(pieces, tokenizer, dtype, folder)
+        train = np.memmap(f"{folder}/train", dtype, mode="r")
+        val = np.memmap(f"{folder}/val", dtype, mode="r")
+        with open(f"{folder}/val_bytes") as file:
             val_bytes = int(file.read())
     except (OSError, ValueError) as error:  # ValueError: an empty file is not mapped
         utils.error(f"cannot keep the tokens in {cache}: {error}")
-    name = ", ".join(map(str, paths))
-    description = (
-        f"{name}: {size:,} bytes, {len(train):,} tokens to train on,"
-        f" {len(val):,} to validate on, vocabulary of {tokenizer.vocab_size:,}"
+    first_token = tokenizer.decode(val[:1])
+    return Corpus(
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        val_bytes=val_bytes - len(first_token.encode()),
+        checksum=checksum,
+        description=(
+            f"{', '.join(map(str, paths))}: {size:,} bytes,"
+            f" {len(train):,} tokens to train on, {len(val):,} to validate on,"
+            f" vocabulary of {vocab_size:,}"
+        ),
     )
-    val_bytes -= len(tokenizer.decode(val[:1]).encode())
-    vocab_size = tokenizer.vocab_size
-    return Corpus(train, val, tokenizer, vocab_size, val_bytes, checksum, description)
 
 
-def encode(pieces, tokenizer, dtype, place):
-    """Write the tokens of both parts into the folder `place`, whole or not at all."""
-    cache, val_bytes = os.path.dirname(place), 0
+def survey(files):
+    """([the SHA-256 of each file], the bytes of the text, the set of its characters)"""
+    digests = []
+    size = 0
+    chars = set()
+    for path in files:
+        digest = hashlib.sha256()
+        for piece in read(path):
+            data = piece.encode()
+            digest.update(data)
+            size += len(data)
+            chars.update(piece)
+        digests.append(digest.hexdigest())
+    if len(files) > 1:  # a newline between two files
+        size += len(files) - 1
+        chars.add("\n")
+    return digests, size, chars
+
+
+def encode(pieces, tokenizer, dtype, folder):
+    """Write the tokens of both parts into a folder, whole or not at all."""
+    cache = os.path.dirname(folder)
+    val_bytes = 0
     os.makedirs(cache, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        new = os.path.join(folder, "new")
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        new = f"{temporary}/new"
         os.mkdir(new)
-        parts = os.path.join(new, "train"), os.path.join(new, "val")
-        with open(parts[0], "wb") as train, open(parts[1], "wb") as val:
+        with open(f"{new}/train", "wb") as train, open(f"{new}/val", "wb") as val:
             for is_val, piece in pieces:
                 text = "\n" if piece is None else piece
                 tokens = tokenizer.encode(text)
                 if piece is None and tokenizer.separator is not None:
                     tokens = [tokenizer.separator]
-                np.array(tokens, dtype).tofile(val if is_val else train)
-                val_bytes += is_val * len(text.encode())
-        with open(os.path.join(new, "val_bytes"), "w") as file:
+                file = val if is_val else train
+                np.array(tokens, dtype).tofile(file)
+                if is_val:
+                    val_bytes += len(text.encode())
+        with open(f"{new}/val_bytes", "w") as file:
             file.write(str(val_bytes))
         try:
-            os.rename(new, place)
+            os.rename(new, folder)
         except OSError:
-            if not os.path.exists(place):  # else another process was quicker
+            if not os.path.exists(folder):  # else another process was quicker
                 raise
+
+
+def new_parser(doc):
+    """A parser without options. `doc` is the docstring of the program."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = utils.error
+    return parser
 
 
 def add_options(parser):
     """The options of the text, which the trainer has as well."""
-    add = parser.add_argument
-    text = "chars (characters; the default), bytes, or a file of the package tokenizers"
-    add("--tokenizer", default="chars", help=f"{text}, as tokenizer.json")
-    text = "the folder in which encoded texts are kept (default: tokens)"
-    add("--cache", default="tokens", help=text)
-    text = "how much of the text is for validation, at most about 1 MB (default: 0.1)"
-    add("--val-fraction", type=float, default=0.1, help=text)
+    parser.add_argument(
+        "--tokenizer",
+        default="chars",
+        help="chars (characters; the default), bytes, or a file of the package"
+        " tokenizers, as tokenizer.json",
+    )
+    parser.add_argument(
+        "--cache",
+        default="tokens",
+        help="the folder in which encoded texts are kept (default: tokens)",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.1,
+        help="how much of the text is for validation, at most about 1 MB"
+        " (default: 0.1)",
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = new_parser(__doc__)
+    parser.add_argument(
+        "data",
+        nargs="*",
+        default=["python-docs"],
+        help="files, folders, globs or python-docs (the default)",
     )
-    parser.error = utils.error
-    text = "files, folders, globs or python-docs (the default)"
-    parser.add_argument("data", nargs="*", default=["python-docs"], help=text)
     add_options(parser)
     args = parser.parse_args()
     corpus = prepare(args.data, args.tokenizer, args.cache, args.val_fraction)

@@ -16,12 +16,12 @@ from mingpt.model import GPT, GPTConfig
 
 # What GPT-2 is, where config.json may say something else.
 GPT2 = {
-    "model_type": ["gpt2"],
-    "activation_function": ["gelu_new", "gelu_pytorch_tanh"],  # two names of one
-    "layer_norm_epsilon": [1e-5],
-    "scale_attn_weights": [True],
-    "scale_attn_by_inverse_layer_idx": [False],
-    "tie_word_embeddings": [True],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
 }
 
 
@@ -34,17 +34,14 @@ def load_gpt2(path, sizes=None, **more):
     ends the program with one line and exit status 2, as does another size than one of
     `sizes`, {name: number or None}. more: other fields of GPTConfig.
     """
-    path = os.fspath(path)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
     try:
         state = read(path)
-        config = read_config(os.path.join(folder, "config.json"))
+        config = read_config(path)
         vocab_size, n_embd = state["transformer.wte.weight"].shape
-        layers = {x.split(".")[2] for x in state if x.startswith("transformer.h.")}
         own = {
             "block_size": len(state["transformer.wpe.weight"]),
             "vocab_size": vocab_size,
-            "n_layer": len(layers),
+            "n_layer": sum(name.endswith(".ln_1.weight") for name in state),
             "n_head": config.get("n_head", n_embd // 64),
             "n_embd": n_embd,
         }
@@ -65,51 +62,68 @@ def save_gpt2(model, path):
     """
     if not isinstance(model, GPT):
         raise TypeError(f"{type(model)} is not the GPT of mingpt/model.py")
-    state = {k: transpose(k, x).contiguous() for k, x in model.state_dict().items()}
+    state = {}
+    for name, weight in model.state_dict().items():
+        state[name] = transpose(name, weight).contiguous()
     del state["lm_head.weight"]  # the token embedding once more
-    c = model.config
+    own = model.config
+    end_of_text = 50256 if own.vocab_size > 50256 else None  # in GPT-2's vocabulary
     config = {
         "architectures": ["GPT2LMHeadModel"],
-        **{name: values[0] for name, values in GPT2.items()},
-        **{"vocab_size": c.vocab_size, "n_positions": c.block_size},
-        **{"n_embd": c.n_embd, "n_layer": c.n_layer, "n_head": c.n_head},
-        **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], c.dropout),
+        **GPT2,
+        "vocab_size": own.vocab_size,
+        "n_positions": own.block_size,
+        "n_embd": own.n_embd,
+        "n_layer": own.n_layer,
+        "n_head": own.n_head,
+        "resid_pdrop": own.dropout,
+        "embd_pdrop": own.dropout,
+        "attn_pdrop": own.dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
     }
-    for token in ("bos_token_id", "eos_token_id"):  # of GPT-2's own vocabulary
-        config[token] = 50256 if c.vocab_size > 50256 else None
     os.makedirs(path, exist_ok=True)
-    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+    with open(f"{path}/config.json", "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2)
-    file = os.path.join(path, "model.safetensors")
-    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        state, f"{path}/model.safetensors", metadata={"format": "pt"}
+    )
 
 
 def read(path):
     """The state_dict of a file, with the names and shapes of mingpt/model.py."""
     if os.path.isdir(path):
-        path = os.path.join(path, "model.safetensors")
+        path = f"{path}/model.safetensors"
     state = {}
-    for name, x in safetensors.torch.load_file(path).items():
+    for name, weight in safetensors.torch.load_file(path).items():
         if not name.startswith(("transformer.", "lm_head.")):  # in old files
             name = f"transformer.{name}"
         if not name.endswith((".attn.bias", ".attn.masked_bias")):  # old files' masks
-            state[name] = transpose(name, x)
+            state[name] = transpose(name, weight)
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     return state
 
 
-def transpose(name, x):
+def transpose(name, weight):
     """The weight in the other format."""
-    return x.T if re.search(r"(c_attn|c_proj|c_fc)\.weight$", name) else x
+    in_a_block = re.search(r"(c_attn|c_proj|c_fc)\.weight$", name)
+    return weight.T if in_a_block else weight
 
 
 def read_config(path):
-    """What config.json holds, {} if there is none. It must describe a GPT-2."""
+    """What config.json holds, {} if there is none. It must describe a GPT-2.
+
+    path: its folder, or a file in the same folder.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    for name, values in GPT2.items():
-        if config.get(name, values[0]) not in values:
-            raise ValueError(f"{name} is {config[name]!r}, in GPT-2 {values[0]!r}")
+    if config.get("activation_function") == "gelu_pytorch_tanh":
+        config["activation_function"] = "gelu_new"  # two names of one function
+    for name, value in GPT2.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} is {config[name]!r}, in GPT-2 {value!r}")
     return config

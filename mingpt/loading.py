@@ -2,9 +2,10 @@
 
 import importlib
 
+import torch
+
 import utils
-from mingpt import cpu_attention
-from mingpt.options import SIZES
+from mingpt import cpu_attention, options
 
 
 def load_model(args, vocab_size, device):
@@ -13,11 +14,12 @@ def load_model(args, vocab_size, device):
         module = importlib.import_module(args.model)
     except ModuleNotFoundError as error:
         utils.error(f"--model {args.model}: {error}")
-    sizes = {name: getattr(args, name) for name in SIZES} | {"vocab_size": vocab_size}
+    sizes = {name: getattr(args, name) for name in options.SIZES}
+    sizes["vocab_size"] = vocab_size
     more = {"dropout": args.dropout, "checkpoint": args.checkpoint}
-    slow = (device.type, args.precision) == ("cpu", "bf16")
-    if slow and callable(getattr(module.GPTConfig, "attention", None)):  # it can choose
-        more["attention"] = cpu_attention.attention
+    can_choose = callable(getattr(module.GPTConfig, "attention", None))
+    if can_choose and device.type == "cpu" and args.precision == "bf16":
+        more["attention"] = cpu_attention.attention  # PyTorch's is slow there
     try:
         if args.init_from:
             from mingpt.gpt2_weights import load_gpt2  # it needs safetensors
@@ -27,4 +29,8 @@ def load_model(args, vocab_size, device):
             model = module.GPT(module.GPTConfig(**sizes, **more))
     except ValueError as error:
         utils.error(error)
+    if args.compile == "on":
+        # Or threads add up an embedding's gradient in the order in which they come.
+        torch.use_deterministic_algorithms(device.type == "cpu", warn_only=True)
+        model.compile(dynamic=False, options=options.compile_options(device))
     return model, module.make_optimizer(model, args.lr, args.weight_decay)

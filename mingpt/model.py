@@ -39,31 +39,34 @@ class GPTConfig:
 class KVCache:
     """The keys and values that one layer has computed, so that it does so only once."""
 
-    length, k, v = 0, None, None
+    length = 0  # how many tokens it has
 
     def extend(self, k, v):
         """Append k and v, (B, heads, T, head size) each. Return all of them."""
         if self.length:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.length, self.k, self.v = k.size(2), k, v
+            k = torch.cat((self.k, k), dim=2)
+            v = torch.cat((self.v, v), dim=2)
+        self.length = k.size(2)
+        self.k = k
+        self.v = v
         return k, v
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
+        C = config.n_embd
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(C, 3 * C)
+        self.c_proj = nn.Linear(C, C)
         self.dropout = config.dropout
         self.attention = config.attention
 
     def forward(self, x, cache):
-        B, T, _ = x.shape
-        q, k, v = self.c_attn(x).chunk(3, dim=2)
-        q, k, v = (y.view(B, T, self.n_head, -1) for y in (q, k, v))
+        qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))
+        q, k, v = qkv.unbind(2)  # (B, T, heads, head size) each
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
-        if cache is not None:
+        if cache:
             k, v = cache.extend(k, v)
         y = self.attention(q, k, v, self.dropout * self.training)
         y = self.c_proj(y.transpose(1, 2).flatten(2))
@@ -73,8 +76,9 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        C = config.n_embd
+        self.c_fc = nn.Linear(C, 4 * C)
+        self.c_proj = nn.Linear(4 * C, C)
         self.dropout = config.dropout
 
     def forward(self, x):
@@ -100,18 +104,19 @@ class GPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f"{config.n_embd} wide: no {config.n_head} equal heads")
+        C = config.n_embd
+        if C % config.n_head:
+            raise ValueError(f"{C} wide: no {config.n_head} equal heads")
         self.config = config
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "wte": nn.Embedding(config.vocab_size, C),
+                "wpe": nn.Embedding(config.block_size, C),
                 "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd),
+                "ln_f": nn.LayerNorm(C),
             }
         )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(C, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # one matrix for both
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # its output is added to the residual
@@ -131,9 +136,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits, F.cross_entropy(
-            scores.flatten(0, 1), targets.flatten(), ignore_index=-1
-        )
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
 
     def hidden(self, idx, caches=None):
         """The input of the head, (B, T, C). caches: a KVCache for each layer."""
@@ -171,7 +175,8 @@ class GPT(nn.Module):
             else:  # each token has another position now, so its cached key is wrong
                 x = self.hidden(idx[:, -block_size:])
             logits = self.lm_head(x[:, -1]).float()
-            idx = torch.cat((idx, sample(logits, temperature, top_k, generator)), dim=1)
+            token = sample(logits, temperature, top_k, generator)
+            idx = torch.cat((idx, token), dim=1)
         self.train(training)
         return idx
 

@@ -24,61 +24,162 @@ STEPS = {
 }
 # Those that are called gpt2 have the sizes of GPT-2. For gpt2, 8 processes take 524,288
 # tokens in a step, as GPT-2's reproductions do.
+GPT2 = {"block_size": 1024, "batch_size": 64, "steps": 20_000}
 PRESETS = {
-    "nano": (4, 4, 128, 64, 12, 1, 2000, 3e-3),
-    "mini": (6, 6, 384, 256, 64, 1, 5000, 1e-3),
-    "gpt2": (12, 12, 768, 1024, 64, 4, 20000, 6e-4),
-    "gpt2-medium": (24, 16, 1024, 1024, 64, 8, 20000, 3e-4),
-    "gpt2-large": (36, 20, 1280, 1024, 64, 16, 20000, 2.5e-4),
-    "gpt2-xl": (48, 25, 1600, 1024, 64, 32, 20000, 2e-4),
+    "nano": {
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 128,
+        "block_size": 64,
+        "batch_size": 12,
+        "accumulate": 1,
+        "steps": 2000,
+        "lr": 3e-3,
+    },
+    "mini": {
+        "n_layer": 6,
+        "n_head": 6,
+        "n_embd": 384,
+        "block_size": 256,
+        "batch_size": 64,
+        "accumulate": 1,
+        "steps": 5000,
+        "lr": 1e-3,
+    },
+    "gpt2": {
+        **GPT2,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "accumulate": 4,
+        "lr": 6e-4,
+    },
+    "gpt2-medium": {
+        **GPT2,
+        "n_layer": 24,
+        "n_head": 16,
+        "n_embd": 1024,
+        "accumulate": 8,
+        "lr": 3e-4,
+    },
+    "gpt2-large": {
+        **GPT2,
+        "n_layer": 36,
+        "n_head": 20,
+        "n_embd": 1280,
+        "accumulate": 16,
+        "lr": 2.5e-4,
+    },
+    "gpt2-xl": {
+        **GPT2,
+        "n_layer": 48,
+        "n_head": 25,
+        "n_embd": 1600,
+        "accumulate": 32,
+        "lr": 2e-4,
+    },
 }
-PRESETS = {k: dict(zip([*SIZES, *STEPS], x, strict=True)) for k, x in PRESETS.items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_parser(doc):
     """The command line of mingpt.train; `doc` is its docstring."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = utils.error
+    parser = data.new_parser(doc)
     add = parser.add_argument
-    text = "files, folders, globs or python-docs (the default)"
-    add("--data", nargs="+", default=["python-docs"], metavar="TEXT", help=text)
+    add(
+        "--data",
+        nargs="+",
+        default=["python-docs"],
+        metavar="TEXT",
+        help="files, folders, globs or python-docs (the default)",
+    )
     data.add_options(parser)
-    text = "the size of the model and how to train it (default: nano)"
-    add("--preset", choices=list(PRESETS), default="nano", help=text)
-    text = "the module with GPT, GPTConfig, make_optimizer (default: mingpt.model)"
-    add("--model", default="mingpt.model", metavar="MODULE", help=text)
-    text = "start from GPT-2 weights in Hugging Face's format, a file or a folder"
-    add("--init-from", metavar="PATH", help=text)
-    for name, text in {**SIZES, **STEPS}.items():
-        option, text = name.replace("_", "-"), f"{text} (default: the preset's)"
-        kind = float if name == "lr" else utils.positive_int
-        add(f"--{option}", f"--{name}", type=kind, help=text)
-    text = "the share of the steps in which the learning rate rises (default: 0.05)"
-    add("--warmup", type=fraction, default=0.05, help=text)
+    add(
+        "--preset",
+        choices=PRESETS,
+        default="nano",
+        help="the size of the model and how to train it (default: nano)",
+    )
+    add(
+        "--model",
+        default="mingpt.model",
+        metavar="MODULE",
+        help="the module with GPT, GPTConfig, make_optimizer (default: mingpt.model)",
+    )
+    add(
+        "--init-from",
+        metavar="PATH",
+        help="start from GPT-2 weights in Hugging Face's format, a file or a folder",
+    )
+    for name, text in (SIZES | STEPS).items():
+        add(
+            f"--{name.replace('_', '-')}",
+            f"--{name}",
+            type=float if name == "lr" else utils.positive_int,
+            help=f"{text} (default: the preset's)",
+        )
+    add(
+        "--warmup",
+        type=fraction,
+        default=0.05,
+        help="the share of the steps in which the learning rate rises (default: 0.05)",
+    )
     add("--weight-decay", type=float, default=0.1, help="of matrices (default: 0.1)")
-    text = "scale gradients of a larger norm down to this one (default: 1)"
-    add("--clip", type=float, default=1.0, help=text)
+    add(
+        "--clip",
+        type=float,
+        default=1.0,
+        help="scale gradients of a larger norm down to this one (default: 1)",
+    )
     add("--dropout", type=fraction, default=0.0, help="between 0 (default) and 1")
-    text = "compute activations again in the backward pass: slower, less memory"
-    add("--checkpoint", action="store_true", help=text)
-    text = "leave each rank a part of the model: it may be larger than a device"
-    add("--shard", action="store_true", help=text)
-    text = "neighbouring ranks that share out each layer and a batch (default: 1)"
-    add("--split", type=utils.positive_int, default=1, metavar="RANKS", help=text)
-    text = "of the first weights, the order of the text and the dropout (default: 0)"
-    add("--seed", type=int, default=0, help=text)
-    text = "steps between evaluations, samples and snapshots (default: a tenth)"
-    add("--eval-every", type=utils.positive_int, metavar="STEPS", help=text)
-    text = "auto (the default): bf16 where the device computes faster in it"
-    add("--precision", choices=["auto", *DTYPES], default="auto", help=text)
-    text = "torch.compile: auto (the default) uses it where there is a compiler"
-    add("--compile", choices=["auto", "on", "off"], default="auto", help=text)
-    names = "--snapshot-path", "--snapshot_path"
-    text = "where to save to and resume from (default: mingpt.pt)"
-    add(*names, type=utils.writable_path, default="mingpt.pt", help=text)
+    add(
+        "--checkpoint",
+        action="store_true",
+        help="compute activations again in the backward pass: slower, less memory",
+    )
+    add(
+        "--shard",
+        action="store_true",
+        help="leave each rank a part of the model: it may be larger than a device",
+    )
+    add(
+        "--split",
+        type=utils.positive_int,
+        default=1,
+        metavar="RANKS",
+        help="neighbouring ranks that share out each layer and a batch (default: 1)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first weights, the order of the text and the dropout (default: 0)",
+    )
+    add(
+        "--eval-every",
+        type=utils.positive_int,
+        metavar="STEPS",
+        help="steps between evaluations, samples and snapshots (default: a tenth)",
+    )
+    add(
+        "--precision",
+        choices=["auto", *DTYPES],
+        default="auto",
+        help="auto (the default): bf16 where the device computes faster in it",
+    )
+    add(
+        "--compile",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="torch.compile: auto (the default) uses it where there is a compiler",
+    )
+    add(
+        "--snapshot-path",
+        "--snapshot_path",
+        type=utils.writable_path,
+        default="mingpt.pt",
+        help="where to save to and resume from (default: mingpt.pt)",
+    )
     add("--device", default="auto", help="such as cpu (default: the accelerator)")
     return parser
 
@@ -105,17 +206,14 @@ def parse(parser):
     return args
 
 
-def settle(args, device):
-    """Put what this device does in place of `--precision auto` and `--compile auto`."""
-    if args.precision == "auto":
-        args.precision = "fp32"
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-            args.precision = "bf16" if native else "fp16"
-        elif device.type == "cpu" and bf16_is_faster(**torch.cpu.get_capabilities()):
-            args.precision = "bf16"
-    if args.compile == "auto":
-        args.compile = "on" if can_compile(device) else "off"
+def fast_precision(device):
+    """What `--precision auto` means on this device."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bf16" if native else "fp16"
+    if device.type == "cpu" and bf16_is_faster(**torch.cpu.get_capabilities()):
+        return "bf16"
+    return "fp32"
 
 
 def bf16_is_faster(cpu_name="", amx_bf16=False, avx512_bf16=False, **others):
@@ -127,8 +225,9 @@ def can_compile(device):
     """Whether torch.compile finds a compiler and, for a GPU from Volta on, Triton."""
     if device.type == "cpu":
         return sys.platform != "win32" and any(map(shutil.which, ("g++", "clang++")))
-    triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    found = triton and any(map(shutil.which, ("gcc", "clang")))
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    found = any(map(shutil.which, ("gcc", "clang")))
     return found and torch.cuda.get_device_capability(device) >= (7, 0)
 
 

@@ -6,15 +6,16 @@ import os
 import torch.distributed as dist
 
 
-def describe_run(args, corpus, model, device, steps_run):
-    """What is about to run, in four lines."""
-    config, world_size = model.config, dist.get_world_size()
+def describe_run(args, corpus, model, device):
+    """What is about to run, in three lines. `model`: before it is split."""
+    config = model.config
+    world_size = dist.get_world_size()
+    parameters = sum(weight.numel() for weight in model.parameters())
     tokens = world_size // args.split * args.batch_size * config.block_size
     passes = args.steps * tokens / len(corpus.train)
-    sizes = [(x.numel(), hasattr(x, "cut")) for x in model.parameters()]
-    parameters = sum(size * (args.split if cut else 1) for size, cut in sizes)
     compiled = "compiled" if args.compile == "on" else "not compiled"
-    compiled += f", split over {args.split} ranks" if args.split > 1 else ""
+    if args.split > 1:
+        compiled += f", split over {args.split} ranks"
     return (
         f"text: {corpus.description}\n"
         f"model: {args.model}, {parameters / 1e6:.2f} M parameters, {config.n_layer}"
@@ -23,8 +24,7 @@ def describe_run(args, corpus, model, device, steps_run):
         f"run: {world_size} x {device.type}, {args.precision}, {compiled}, batch"
         f" {args.batch_size} blocks each in {args.accumulate} micro-batches:"
         f" {tokens:,} tokens a step, {args.steps} steps, {passes:.2g} passes over the"
-        f" text\n{steps_run} of {args.steps} steps are finished in"
-        f" {args.snapshot_path}"
+        " text"
     )
 
 
@@ -37,10 +37,11 @@ def log(snapshot_path, step, metrics):
     path = f"{snapshot_path.removesuffix('.pt')}.metrics.csv"
     rows = []
     if os.path.exists(path):
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [x for x in csv.DictReader(file) if int(x["step"]) < step]
-    with open(f"{path}.tmp", "w", newline="", encoding="utf-8") as file:
+        with open(path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+    rows.append({"step": step, **metrics})
+    with open(f"{path}.tmp", "w", newline="") as file:
         writer = csv.DictWriter(file, ["step", *metrics], lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*rows, {"step": step, **metrics}])
+        writer.writerows(rows)
     os.replace(f"{path}.tmp", path)

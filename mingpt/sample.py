@@ -4,14 +4,13 @@ python -m mingpt.sample --prompt "The "
 python -m mingpt.sample --prompt "The " --init-from gpt2 --tokenizer gpt2/tokenizer.json
 """
 
-import argparse
 import importlib
 import sys
 
 import torch
 
 import utils
-from mingpt import tokenizer
+from mingpt import data, tokenizer
 
 
 def load_snapshot(path):
@@ -27,10 +26,7 @@ def load_snapshot(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = utils.error
+    parser = data.new_parser(__doc__)
     add = parser.add_argument
     add("--prompt", default="\n", help="how the text begins, at least one token")
     add("--tokens", type=utils.positive_int, default=500, help="to write (500)")
@@ -47,16 +43,20 @@ def main():
     if bool(args.init_from) != bool(args.tokenizer):
         utils.error("--init-from and --tokenizer need each other")
     if args.init_from:
-        from mingpt import gpt2_weights
+        from mingpt import gpt2_weights  # it needs safetensors
 
         model = gpt2_weights.load_gpt2(args.init_from)
         coder = tokenizer.read_tokenizer(args.tokenizer)
     else:
         model, coder = load_snapshot(args.snapshot_path)
-    prompt = torch.tensor([coder.encode(args.prompt)], device=device)
-    generator = torch.Generator(device).manual_seed(args.seed % 2**64)
-    how = args.temperature, args.top_k, generator
-    tokens = model.to(device).generate(prompt, args.tokens, *how)
+    model.to(device)
+    tokens = model.generate(
+        torch.tensor([coder.encode(args.prompt)], device=device),
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        generator=torch.Generator(device).manual_seed(args.seed % 2**64),
+    )
     print(coder.decode(tokens[0].tolist()))
 
 

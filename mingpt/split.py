@@ -5,47 +5,68 @@ ranks of a group take the same batch. Each computes 1/N of the heads and of the 
 features. All else is whole on each rank, with the same gradients.
 """
 
-import functools
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
 from mingpt.model import GPT
+from mingpt.parallel import Whole, copy_to_cpu, place_of
+
+# {a weight of a block: (the dimension along which it is cut, how many matrices are in
+# it)}. A Linear has its outputs along dimension 0, and its inputs along 1.
+CUTS = {
+    "attn.c_attn.weight": (0, 3),  # the matrices of q, k and v
+    "attn.c_attn.bias": (0, 3),
+    "attn.c_proj.weight": (1, 1),
+    "mlp.c_fc.weight": (0, 1),
+    "mlp.c_fc.bias": (0, 1),
+    "mlp.c_proj.weight": (1, 1),
+}
 
 
-def check(args, model, optimizer):
+def cut_of(name):
+    """What CUTS has for a weight, such as transformer.h.0.mlp.c_fc.bias, or None."""
+    return CUTS.get(name.split(".", 3)[-1])
+
+
+def check(size, model, optimizer, shard, dtype):
     """End with one line if --split does not fit the model, the ranks or the options."""
-    if args.split == 1:
-        return
     # AdamW does not need whole matrices, as Muon does.
     fits = isinstance(model, GPT) and isinstance(optimizer, torch.optim.AdamW)
-    if not fits or args.shard or args.precision == "fp16":
+    if not fits or shard or dtype == torch.float16:
         utils.error("--split: only mingpt.model with AdamW, no --shard, fp32 or bf16")
-    counts = {"ranks": dist.get_world_size(), "heads": model.config.n_head}
-    counts["features of an MLP"] = model.transformer.h[0].mlp.c_fc.out_features
+    counts = {
+        "ranks": dist.get_world_size(),
+        "heads": model.config.n_head,
+        "features of an MLP": model.transformer.h[0].mlp.c_fc.out_features,
+    }
     for name, count in counts.items():
-        if count % args.split:
-            utils.error(f"--split {args.split} does not divide {count} {name}")
+        if count % size:
+            utils.error(f"--split {size} does not divide {count} {name}")
 
 
 def column_wise(layer, group, x):
     """A part of a Linear's outputs, (B, T, O / N), from all its inputs, (B, T, I)."""
 
     def sum_over_group(grad):
-        dist.all_reduce(grad := grad.clone(), group=group)
-        return grad
+        total = grad.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     x = x.view_as(x)  # so that its gradient comes from this layer alone
     if x.requires_grad:  # Megatron's f: x gets the gradients of all ranks' parts
         x.register_hook(sum_over_group)
-    return torch.nn.functional.linear(x, layer.weight, layer.bias)
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def row_wise(layer, group, x):
     """All outputs of a Linear, (B, T, O), from a part of its inputs, (B, T, I / N)."""
-    y = torch.nn.functional.linear(x, layer.weight)
+    y = F.linear(x, layer.weight)
     # Megatron's g: unseen by autograd, so that each part gets the sum's gradient.
     dist.all_reduce(y.detach(), group=group)
     return y + layer.bias.to(y.dtype)  # once, not on each rank
@@ -61,67 +82,82 @@ def attend(attention, rank, q, k, v, dropout):
         return attention(q, k, v, dropout)
 
 
-def cut(model, optimizer, size, device):
-    """Move this rank's part to the device. Return the group that averages gradients.
+class Split(Whole):
+    """Each rank has a part of each layer. `replica_size` neighbours have all parts."""
 
-    Before, each rank has the whole model, on the CPU. All start from rank 0's weights.
-    """
-    ranks, minutes = torch.arange(dist.get_world_size()), timedelta(minutes=5)
-    ranks = ranks.view(-1, size)  # neighbours are in a group
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), minutes)
-    data_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), minutes)
-    for attn, mlp in [(x.attn, x.mlp) for x in model.transformer.h]:
-        for layer, forward, dim, matrices in (
-            (attn.c_attn, column_wise, 0, 3),  # those of q, k and v, in one weight
-            (attn.c_proj, row_wise, 1, 1),
-            (mlp.c_fc, column_wise, 0, 1),
-            (mlp.c_proj, row_wise, 1, 1),
-        ):
-            layer.forward = functools.partial(forward, layer, group)
-            layer.weight.cut = dim, matrices, group
-            if dim == 0:  # a sum over the ranks needs all of its bias
-                layer.bias.cut = layer.weight.cut
-        attn.n_head //= size
+    def __init__(self, replica_size):
+        self.replica_size = replica_size
+
+    def distribute(self, model, optimizer, device):
+        """Move this rank's part to the device.
+
+        Before, each rank has the whole model, on the CPU. All start from rank 0's.
+        """
+        ranks = torch.arange(dist.get_world_size()).view(-1, self.replica_size)
+        minutes = timedelta(minutes=5)
+        self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), minutes)
+        columns = ranks.T.tolist()  # the ranks of a column have the same part
+        self.data_group, _ = dist.new_subgroups_by_enumeration(columns, minutes)
+        for block in model.transformer.h:
+            self._split_block(block.attn, block.mlp)
+        for name, weight in model.named_parameters():
+            state = optimizer.state.get(weight, {})
+            for key, value in state.items():
+                if value.shape == weight.shape:
+                    state[key] = self._part(name, value)
+            value = weight.data.to(device)
+            dist.broadcast(value, src=0)
+            weight.data = self._part(name, value)
+        optimizer.load_state_dict(optimizer.state_dict())  # to where the weights are
+        return super().distribute(model, optimizer, device)
+
+    def _split_block(self, attn, mlp):
+        for layer in (attn.c_attn, mlp.c_fc):
+            layer.forward = partial(column_wise, layer, self.group)
+        for layer in (attn.c_proj, mlp.c_proj):
+            layer.forward = partial(row_wise, layer, self.group)
+        attn.n_head //= self.replica_size
         if attn.dropout:
-            attn.attention = functools.partial(attend, attn.attention, group.rank())
-    mark_state(optimizer)
-    for state in optimizer.state.values():
-        state |= {k: part(x, *x.cut) for k, x in state.items() if hasattr(x, "cut")}
-    for x in model.parameters():
-        dist.broadcast(value := x.data.to(device), src=0)
-        x.data = part(value, *x.cut) if hasattr(x, "cut") else value
-    optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
-    optimizer.register_state_dict_pre_hook(mark_state)
-    return data_group
+            attn.attention = partial(attend, attn.attention, self.group.rank())
 
+    def _part(self, name, whole):
+        """A copy of what this rank has of a tensor for the weight `name`."""
+        if not cut_of(name):
+            return whole
+        dim, matrices = cut_of(name)
+        whole = whole.unflatten(dim, (matrices, -1))
+        part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
+        return part.flatten(dim, dim + 1).clone()
 
-def mark_state(optimizer):
-    """Note how the optimizer's tensors are cut: as the parameters that they are for."""
-    for x, state in optimizer.state.items():
-        for y in state.values():
-            if hasattr(x, "cut") and y.shape == x.shape:
-                y.cut = x.cut
+    def _whole(self, name, part):
+        """The tensor of which each rank of the group has its part."""
+        dim, matrices = cut_of(name)
+        parts = [torch.empty_like(part) for _ in range(self.replica_size)]
+        dist.all_gather(parts, part, group=self.group)
+        parts = [part.unflatten(dim, (matrices, -1)) for part in parts]
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
+    def clip_grad_norm_(self, model, max_norm):
+        """Clip the gradients by the norm of the whole model, which all ranks know."""
+        parts = []
+        others = []
+        for name, weight in model.named_parameters():
+            if cut_of(name):
+                parts.append(weight.grad)
+            else:
+                others.append(weight.grad)
+        square = get_total_norm(parts) ** 2
+        dist.all_reduce(square, group=self.group)
+        norm = (square + get_total_norm(others) ** 2).sqrt()
+        clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
-def part(x, dim, matrices, group):
-    """A copy of what this rank has of x: its share of each of the matrices."""
-    shares = x.unflatten(dim, (matrices, group.size(), -1))
-    return shares.select(dim + 1, group.rank()).flatten(dim, dim + 1).clone()
-
-
-def whole(x, dim, matrices, group):
-    """The tensor of which each rank of the group has its part as x."""
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    shares = [y.unflatten(dim, (matrices, -1)) for y in parts]
-    return torch.stack(shares, dim + 1).flatten(dim, dim + 2)
-
-
-def clip_grad_norm_(parameters, max_norm):
-    """Clip the gradients by the norm of the whole model, which all ranks know."""
-    parts = [x for x in parameters if hasattr(x, "cut")]
-    square = torch.nn.utils.get_total_norm([x.grad for x in parts]) ** 2
-    dist.all_reduce(square, group=parts[0].cut[-1])
-    others = [x.grad for x in parameters if not hasattr(x, "cut")]
-    norm = (square + torch.nn.utils.get_total_norm(others) ** 2).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    def gather(self, model, optimizer):
+        copies = {}
+        for name, weight in model.named_parameters():
+            if cut_of(name):
+                state = optimizer.state.get(weight, {})
+                for part in [weight.detach(), *state.values()]:
+                    if part.shape == weight.shape:
+                        whole = self._whole(name, part)
+                        copies[place_of(part)] = copy_to_cpu(whole, copies={})
+        return copies

@@ -49,7 +49,7 @@ class FileTokenizer:
     """
 
     def __init__(self, content):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer  # a package that only this class needs
 
         self.tokenizer = Tokenizer.from_str(content)
         self.tokenizer.no_truncation()  # some files ask for the first 512 tokens only
@@ -70,8 +70,11 @@ class FileTokenizer:
 
 def make_tokenizer(state):
     """The tokenizer whose `state()` this is."""
-    kinds = {"bytes": ByteTokenizer, "chars": CharTokenizer, "file": FileTokenizer}
-    return kinds[state["kind"]](*list(state.values())[1:])
+    if state["kind"] == "bytes":
+        return ByteTokenizer()
+    if state["kind"] == "chars":
+        return CharTokenizer(state["chars"])
+    return FileTokenizer(state["json"])
 
 
 def read_tokenizer(path):

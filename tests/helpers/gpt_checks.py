@@ -10,17 +10,24 @@ from tests.helpers.forked import in_a_fork
 
 def build(module, **options):
     """A small GPT in float64, so that a comparison can be tight."""
-    size = {"block_size": 16, "vocab_size": 31, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    options = {
+        "block_size": 16,
+        "vocab_size": 31,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        **options,
+    }
     torch.manual_seed(0)
-    return module.GPT(module.GPTConfig(**size | options)).double()
+    return module.GPT(module.GPTConfig(**options)).double()
 
 
 def awake(model):
     """`model` with weights so large, and none zero, that every part of it matters."""
     torch.manual_seed(1)
     with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.3)
+        for weight in model.parameters():
+            weight.normal_(std=0.3)
     return model
 
 
@@ -35,19 +42,22 @@ def check_causal(model):
 
     model: as it is, or compiled.
     """
-    idx = tokens(model)
 
-    def logits(idx):
+    def logits_of(idx):
         torch.manual_seed(3)  # the same dropout each time
-        return model(idx)[0].detach()
+        logits, _ = model(idx)
+        return logits.detach()
 
-    base = logits(idx)
-    for t in (1, idx.size(1) // 2, idx.size(1) - 1):
+    idx = tokens(model)
+    before = logits_of(idx)
+    length = idx.size(1)
+    for place in (1, length // 2, length - 1):
         changed = idx.clone()
-        changed[:, t] = (idx[:, t] + 1) % model.config.vocab_size
-        moved = (logits(changed) - base).abs().amax(dim=(0, 2))
-        assert moved[:t].max() < 1e-12, f"token {t} moved a logit before it"
-        assert moved[t:].min() > 1e-6, f"token {t} moved no logit after it"
+        changed[:, place] = (idx[:, place] + 1) % model.config.vocab_size
+        moved = logits_of(changed) - before
+        moved = moved.abs().amax(dim=(0, 2))  # of each place
+        assert moved[:place].max() < 1e-12, f"token {place} moved a logit before it"
+        assert moved[place:].min() > 1e-6, f"token {place} moved no logit after it"
 
 
 def check_cache(model):
@@ -57,24 +67,26 @@ def check_cache(model):
     for options in ({"temperature": 0}, {}, {"temperature": 0.7, "top_k": 5}):
         texts = []
         for use_cache in (True, False):
-            how = options | {"generator": torch.Generator().manual_seed(4)}
-            texts.append(model.generate(idx, steps, **how, use_cache=use_cache))
-        assert texts[0].shape == (2, 5 + steps)
-        assert torch.equal(texts[0][:, :5], idx)
-        assert torch.equal(*texts)
+            options["generator"] = torch.Generator().manual_seed(4)
+            text = model.generate(idx, steps, use_cache=use_cache, **options)
+            texts.append(text)
+        cached, uncached = texts
+        assert cached.shape == (2, 5 + steps)
+        assert torch.equal(cached[:, :5], idx)
+        assert torch.equal(cached, uncached)
 
 
 @in_a_fork
 def check_overfits(module, steps=80):
     """It learns one batch by heart, whose rows differ from their first token on."""
     model = build(module).float().train()
-    optimizer = module.make_optimizer(model, 1e-2, 0.0)
+    optimizer = module.make_optimizer(model, lr=1e-2, weight_decay=0.0)
     torch.manual_seed(5)
     text = torch.randint(31, (4, 17))
     text[:, 0] = torch.arange(4)
     losses = []
     for _ in range(steps):
-        loss = model(text[:, :-1], text[:, 1:])[1]
+        _, loss = model(text[:, :-1], text[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -11,7 +11,6 @@ slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first
 RANK_ONLY=1 does it on this rank alone.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -25,7 +24,8 @@ from mingpt import options, train
 DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
-run_batch, load = train.Trainer._run_batch, train.load_train_objs
+run_batch = train.Trainer._run_batch
+load_train_objs = train.load_train_objs
 save_atomically = utils.save_atomically
 
 
@@ -39,17 +39,19 @@ def fault_at_step(self, source, targets):
         weight.fill_(float("nan"))
     if DO == "sigkill":
         signal.raise_signal(signal.SIGKILL)
-    if "sigterm" in DO:
-        with FakeTensorMode() if "compile" in DO else contextlib.nullcontext():
+    if DO == "sigterm_in_compile":
+        with FakeTensorMode():
             signal.raise_signal(signal.SIGTERM)
+    elif "sigterm" in DO:
+        signal.raise_signal(signal.SIGTERM)
     loss = run_batch(self, source, targets)
     if DO == "nan_once":
         weight.copy_(good)
     return loss
 
 
-def load_float64(*how):
-    corpus, model, optimizer = load(*how)
+def load_float64(args, device):
+    corpus, model, optimizer = load_train_objs(args, device)
     return corpus, model.double(), optimizer
 
 
@@ -66,7 +68,8 @@ elif DO == "float64":
     train.load_train_objs = load_float64
 elif DO == "own_folder":
     os.chdir(RANK)
-elif DO:
+elif DO == "slow_disk":
     utils.save_atomically = save_slowly
 sys.argv[0] = train.__file__
-train.main(options.parse(options.make_parser(train.__doc__)))
+args = options.parse(options.make_parser(train.__doc__))
+train.main(args)

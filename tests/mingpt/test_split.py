@@ -1,5 +1,6 @@
 """mingpt.train --split: the training without it, with a part of a layer on a rank."""
 
+import os
 import re
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 
 from mingpt import split
 from mingpt.model import attention
-from tests.mingpt.test_shard import TWO, runs  # noqa: F401  a fixture, too
-from tests.mingpt.test_train import check_runs, gpt, text  # noqa: F401  fixtures, too
-from tools.run.results import load, same_bits, shape_of
+from tests.mingpt.test_shard import TWO, bytes_held, runs  # noqa: F401  a fixture, too
+from tests.mingpt.test_train import check_runs, gpt, snapshot, steps_run, text  # noqa: F401  fixtures
+from tools.run.results import same_bits, shape_of
 
 pytestmark = pytest.mark.waits
 
@@ -31,48 +32,60 @@ def test_trains_the_same(runs, tmp_path, nprocs, options, real):  # noqa: F811
     run, whole, _ = runs
     done = run(tmp_path, *options, nprocs=nprocs, real=real)
     check_runs(tmp_path, whole, "train loss", "val loss", "bits per byte")
-    snapshot, other = (load(x / "mingpt.pt") for x in (tmp_path, whole))
-    assert shape_of(snapshot) == shape_of(other)
-    assert snapshot["WINDOWS_RUN"] == other["WINDOWS_RUN"] == 8 * 4
-    for said in (" 0.03 M parameters", f" {4 * 18} tokens a step, 8 steps"):
-        assert said in done.stdout
-    held, all_held = (int((x / "held.1").read_text()) for x in (tmp_path, whole))
-    assert held < 0.7 * all_held
+    found = snapshot(tmp_path)
+    expected = snapshot(whole)
+    assert shape_of(found) == shape_of(expected)
+    assert found["WINDOWS_RUN"] == expected["WINDOWS_RUN"] == 8 * 4
+    assert " 0.03 M parameters" in done.stdout
+    assert f" {4 * 18} tokens a step, 8 steps" in done.stdout
+    assert bytes_held(tmp_path, rank=1) < 0.7 * bytes_held(whole, rank=1)
 
 
 def test_resumes_bit_for_bit(runs, tmp_path):  # noqa: F811
     """With dropout: other elements on a rank would leave it other whole weights."""
-    a, b, options = tmp_path / "a", tmp_path / "b", [*TWO_GROUPS, "--dropout", 0.1]
-    runs[0](a, *options, nprocs=4)
-    runs[0](b, *options, nprocs=4, good=False, DO="sigterm", AT_STEP=2, RANK_ONLY=1)
-    assert load(b / "mingpt.pt")["STEPS_RUN"] == 3
-    runs[0](b, *options, nprocs=4)
-    assert same_bits(*(load(x / "mingpt.pt") for x in (a, b)))
+    run, _, _ = runs
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    options = [*TWO_GROUPS, "--dropout", 0.1]
+    fault = {"DO": "sigterm", "AT_STEP": 2, "RANK_ONLY": 1}
+    run(whole, *options, nprocs=4)
+    run(stopped, *options, nprocs=4, status=1, **fault)
+    assert steps_run(stopped) == 3
+    run(stopped, *options, nprocs=4)
+    assert same_bits(snapshot(stopped), snapshot(whole))
 
 
 def test_resumes_without_it_and_with_it(runs, tmp_path):  # noqa: F811
     """With --split, without, with --shard, without, with --split. SIGTERM ends four."""
-    parts = (
-        (1, 2, ONE_GROUP),
-        (2, None, ONE_GROUP[2:]),
-        (4, 2, [*TWO, "--shard"]),
-        (5, None, ONE_GROUP[2:]),
-        (9, 2, ONE_GROUP),
-    )
-    for step, nprocs, more in parts:
-        how = {"nprocs": nprocs, "good": step == 9, "DO": "sigterm", "AT_STEP": step}
-        runs[0](tmp_path, *more, **how)
-        assert load(tmp_path / "mingpt.pt")["STEPS_RUN"] == min(8, step + 1)
-    check_runs(tmp_path, runs[1], "val loss")
+    run, whole, _ = runs
+    alone = ONE_GROUP[2:]
+    for step, options, nprocs, status in (
+        (1, ONE_GROUP, 2, 1),  # torchrun's own status
+        (2, alone, None, os.EX_TEMPFAIL),
+        (4, [*TWO, "--shard"], 2, 1),
+        (5, alone, None, os.EX_TEMPFAIL),
+    ):
+        fault = {"DO": "sigterm", "AT_STEP": step}
+        run(tmp_path, *options, nprocs=nprocs, status=status, **fault)
+        assert steps_run(tmp_path) == step + 1
+    run(tmp_path, *ONE_GROUP, nprocs=2)
+    assert steps_run(tmp_path) == 8
+    check_runs(tmp_path, whole, "val loss")
 
 
 def test_dropout_differs_between_heads_and_draws_alike():
-    q, found = torch.ones(1, 2, 9, 4), []
-    for rank in (0, 1):
+    q = torch.ones(1, 2, 9, 4)
+
+    def draws(rank):
+        """(what the rank's heads give, what it draws later)"""
         torch.manual_seed(0)
-        found += split.attend(attention, rank, q, q, q, 0.5), torch.rand(3)
-    assert not torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
+        y = split.attend(attention, rank, q, q, q, dropout=0.5)
+        return y, torch.rand(3)
+
+    y, later = draws(rank=0)
+    y_of_rank_1, later_on_rank_1 = draws(rank=1)
+    assert not torch.equal(y, y_of_rank_1)
+    assert torch.equal(later, later_on_rank_1)
 
 
 ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
@@ -89,6 +102,8 @@ BAD = {
 def test_bad_input(gpt, tmp_path, what):  # noqa: F811
     """One line, and nothing written."""
     options, message = BAD[what]
-    done = gpt("--split", 2, *options, cwd=tmp_path, nprocs=2)
-    assert re.findall("^train.py: error: (.*)$", done.stderr, re.M) == [message]
-    assert re.search("exitcode +: 2 ", done.stderr) and not list(tmp_path.iterdir())
+    done = gpt(tmp_path, "--split", 2, *options, nprocs=2, status=1)
+    errors = re.findall("^train.py: error: (.*)$", done.stderr, re.M)
+    assert errors == [message]
+    assert re.search("exitcode +: 2 ", done.stderr)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """mingpt/gpt2_weights.py: the same logits as transformers' GPT-2, both ways."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,15 @@ def transformers():
 @pytest.fixture(scope="module")
 def theirs(transformers):
     """A small GPT-2 of transformers, with large random weights and biases."""
-    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 128, "n_layer": 2}
-    more = {"n_head": 2, "bos_token_id": None, "eos_token_id": None}
-    config = transformers.GPT2Config(**sizes, **more)
+    config = transformers.GPT2Config(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=128,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return awake(transformers.GPT2LMHeadModel(config)).eval()
 
 
@@ -38,22 +45,27 @@ def check_same(ours, theirs):
     idx = tokens(ours)
     with torch.no_grad():
         expected = theirs.double()(idx).logits
-        assert expected.std() > 0.5
-        found = ours.double()(idx)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    ours.float(), theirs.float()
+        found, _ = ours.double()(idx)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    ours.float()
+    theirs.float()
 
 
 def test_loads_what_transformers_saves(folder, theirs):
     model = load_gpt2(folder)
-    assert model.config == GPTConfig(16, 31, 2, 2, 128)
+    expected = GPTConfig(block_size=16, vocab_size=31, n_layer=2, n_head=2, n_embd=128)
+    assert model.config == expected
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     check_same(model.eval(), theirs)
 
 
 def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
-    model = awake(GPT(GPTConfig(16, 31, 2, 4, 64, dropout=0.3))).eval()
+    config = GPTConfig(
+        block_size=16, vocab_size=31, n_layer=2, n_head=4, n_embd=64, dropout=0.3
+    )
+    model = awake(GPT(config)).eval()
     save_gpt2(model, tmp_path / "new")
     theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "new", output_loading_info=True
@@ -61,30 +73,35 @@ def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     check_same(model, theirs.eval())
-    c = theirs.config
-    assert (c.attn_pdrop, c.resid_pdrop, c.embd_pdrop) == (0.3, 0.3, 0.3)
-    assert (c.bos_token_id, c.eos_token_id) == (None, None)
+    written = theirs.config
+    assert written.attn_pdrop == written.resid_pdrop == written.embd_pdrop == 0.3
+    assert written.bos_token_id is None
+    assert written.eos_token_id is None
     file = tmp_path / "new/model.safetensors"
     with safetensors.safe_open(file, "pt") as opened:  # old versions ask for it
         assert opened.metadata() == {"format": "pt"}
     # Nothing in the weights tells the number of heads: the config beside them does.
     again = load_gpt2(file, dropout=0.2, checkpoint=True)
-    assert again.config == GPTConfig(16, 31, 2, 4, 64, dropout=0.2, checkpoint=True)
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, again.state_dict()[name])
+    assert again.config == replace(config, dropout=0.2, checkpoint=True)
+    state = again.state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, state[name])
 
 
 @pytest.mark.parametrize("whole_folder", [True, False])
 def test_loads_old_files(theirs, tmp_path, whole_folder):
     """Those of 2019 have short names, and masks among the weights."""
-    body = theirs.transformer.state_dict()
-    state = {name: x.contiguous() for name, x in body.items()}
-    for i in range(2):
-        state[f"h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
-        state[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    state = {}
+    for name, weight in theirs.transformer.state_dict().items():
+        state[name] = weight.contiguous()
+    for layer in range(2):
+        state[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+        state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(state, file)
-    check_same(load_gpt2(str(tmp_path if whole_folder else file)).eval(), theirs)
+    path = tmp_path if whole_folder else file
+    model = load_gpt2(str(path))
+    check_same(model.eval(), theirs)
 
 
 def refused(path, capsys):
@@ -98,12 +115,13 @@ def refused(path, capsys):
 def test_refuses_what_is_no_gpt2(folder, capsys):
     path = folder / "config.json"
     before = path.read_text()
-    for values, words in (
-        ({"activation_function": "relu"}, "is 'relu', in GPT-2 'gelu_new'"),
-        ({"model_type": "llama"}, "model_type is 'llama', in GPT-2 'gpt2'"),
-        ({"n_head": 3}, "128 wide: no 3 equal heads"),
+    config = json.loads(before)
+    for name, value, words in (
+        ("activation_function", "relu", "is 'relu', in GPT-2 'gelu_new'"),
+        ("model_type", "llama", "model_type is 'llama', in GPT-2 'gpt2'"),
+        ("n_head", 3, "128 wide: no 3 equal heads"),
     ):
-        path.write_text(json.dumps(json.loads(before) | values))
+        path.write_text(json.dumps(config | {name: value}))
         assert words in refused(folder, capsys)
     path.write_text(before)
     path = folder / "model.safetensors"

@@ -1,0 +1,83 @@
+"""What a rank has of the model: all of it, or a part of each weight (--shard).
+
+`mingpt.train.main` chooses one of these classes, or `mingpt.split.Split`. The Trainer
+uses each of them in the same way.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from variants.fsdp import shard
+
+
+class Whole:
+    """Each rank has the whole model, on its device. DDP averages the gradients."""
+
+    replica_size = 1  # how many ranks share a batch: together they are one replica
+    data_group = None  # the ranks that average gradients: all
+
+    def distribute(self, model, optimizer, device):
+        """After a snapshot is loaded, once. Returns what computes a batch's loss."""
+        if dist.get_world_size() == self.replica_size:
+            return model  # there is no other replica to average with
+        return DistributedDataParallel(model, process_group=self.data_group)
+
+    def clip_grad_norm_(self, model, max_norm):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def gather(self, model, optimizer):
+        """Whole copies of what is in parts, as `copy_to_cpu` wants them."""
+        return {}  # nothing is, and it gathers DTensors itself
+
+
+class Sharded(Whole):
+    """Each rank has a part of each weight. FSDP gathers them, block by block."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def distribute(self, model, optimizer, device):
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy()
+        if self.dtype != torch.float32:
+            # The ranks send weights in 16 bits, and average gradients in 32.
+            policy = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32)
+        optimizers = getattr(optimizer, "optimizers", [optimizer])
+        shard(model, mesh, *optimizers, mp_policy=policy)
+        register_fsdp_forward_method(model, "generate")  # it calls no forward
+        return model
+
+
+def copy_to_cpu(value, copies):
+    """`value`, all tensors in its dicts and lists copied, on rank 0.
+
+    All ranks gather what is in parts, one tensor at a time. copies: {`place_of` a
+    tensor: its copy}, of what is copied already. Therefore tied weights stay tied.
+    """
+    if isinstance(value, dict):
+        return {name: copy_to_cpu(item, copies) for name, item in value.items()}
+    if isinstance(value, list):
+        return [copy_to_cpu(item, copies) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = place_of(value)
+    if place not in copies:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        copies[place] = whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
+    return copies[place]
+
+
+def place_of(tensor):
+    """Where a tensor is in memory: two that are tied are at the same place."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.data_ptr(), part.dtype, part.shape, part.stride()
+
+
+def forget_meshes(model):
+    """They hold the process group, and PyTorch keeps them in its caches."""
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            vars(weight.device_mesh).clear()
