@@ -3,7 +3,6 @@
 import ast
 import difflib
 import functools
-import operator
 from typing import NamedTuple
 
 from tools.scripts import InputError, read_lines
@@ -41,7 +40,7 @@ def align(before, after, likeness):
             if alike:
                 common, pairs = best[j]
                 found.append((common + alike, [*pairs, (i, j)]))
-            row.append(max(found, key=operator.itemgetter(0)))
+            row.append(max(found, key=lambda pairing: pairing[0]))
         best = row
     return best[-1][1]
 
@@ -76,6 +75,15 @@ class Hunk(NamedTuple):
     @property
     def lines(self):
         return signed(self.removed, self.added)
+
+    @property
+    def old_end(self):
+        """The line of the parent below `removed`."""
+        return self.old_start + len(self.removed)
+
+    @property
+    def new_end(self):
+        return self.new_start + len(self.added)
 
 
 def first_line(node):
@@ -128,15 +136,16 @@ def hunks(old, new):
                 scope = scope_of(j1 + 1, scopes(new))
             else:
                 scope = scope_of(i1 + 1, scopes(old))
-            hunk = Hunk(
-                number=len(found) + 1,
-                old_start=i1 + 1,
-                removed=before[i1:i2],
-                new_start=j1 + 1,
-                added=after[j1:stop],
-                scope=scope,
+            found.append(
+                Hunk(
+                    number=len(found) + 1,
+                    old_start=i1 + 1,
+                    removed=before[i1:i2],
+                    new_start=j1 + 1,
+                    added=after[j1:stop],
+                    scope=scope,
+                )
             )
-            found.append(hunk)
             i1 = i2
             j1 = stop
     return found
@@ -151,10 +160,9 @@ def mix(old, new, numbers):
     lines = []
     done = 0
     for hunk in hunks(old, new):
-        start = hunk.old_start - 1
-        lines += before[done:start]
+        lines += before[done : hunk.old_start - 1]
         lines += hunk.added if hunk.number in numbers else hunk.removed
-        done = start + len(hunk.removed)
+        done = hunk.old_end - 1
     return "\n".join([*lines, *before[done:]]) + "\n"
 
 

@@ -124,8 +124,7 @@ def variants():
 
 def root_of(name):
     """The last script of the root that a script comes from."""
-    in_the_root = [ancestor for ancestor in ancestry(name) if "/" not in ancestor]
-    return in_the_root[-1]
+    return [ancestor for ancestor in ancestry(name) if "/" not in ancestor][-1]
 
 
 def own_tests(name):

@@ -87,8 +87,8 @@ def own_tokens(name):
 
 
 def words_of(name):
-    text = re.sub(r"```.*?```|<!--.*?-->", "", text_of(name), flags=re.S)
-    prose = re.sub(r"^Tests:.*$", "", text, flags=re.M)
+    text = re.sub(r"(?s)```.*?```|<!--.*?-->", "", text_of(name))
+    prose = re.sub(r"(?m)^Tests:.*$", "", text)
     return len(prose.split())
 
 
@@ -123,8 +123,7 @@ def sizes():
     others = {}
     for name in names:
         if re.fullmatch(r"docs/.*\.md", name):
-            is_of_a_variant = Path(name).stem in stems
-            words = of_variants if is_of_a_variant else others
+            words = of_variants if Path(name).stem in stems else others
             words[name] = words_of(name)
     in_all = sum(of_variants.values()) + sum(others.values())
     yield "words", WORDS, {"docs/": in_all}

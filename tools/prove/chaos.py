@@ -22,7 +22,6 @@ It fails unless training completes, all weights and optimizer state have the sam
 every snapshot can be read, and each attempt begins where the newest snapshot ends.
 """
 
-import collections
 import contextlib
 import itertools
 import os
@@ -219,14 +218,15 @@ def kill(job, kind, moment, step, start_s, rng):
         at += ", writing"
     print(f"{when - job.began:6.1f} s  {kind} on {host}, {at}", flush=True)
     saved = load(job.snapshot)["EPOCHS_RUN"] if job.snapshot.exists() else 0
-    killed = {
-        "when": when,
-        "kind": kind,
-        "writing": is_writing,
-        "starting": not steps,
-        "saved": saved,
-    }
-    job.killed.append(killed)
+    job.killed.append(
+        {
+            "when": when,
+            "kind": kind,
+            "writing": is_writing,
+            "starting": not steps,
+            "saved": saved,
+        }
+    )
 
 
 def recovery(job, killed, steps_per_epoch):
@@ -264,9 +264,9 @@ def disturb(job, kills, seed, kinds, steps_per_epoch, start_s):
     job.update()
     recoveries.append(recovery(job, job.killed[-1], steps_per_epoch))
 
-    counts = collections.Counter(killed["kind"] for killed in job.killed)
-    by_kind = ", ".join(f"{counts[kind]} {kind}s" for kind in kinds)
-    print(f"kills: {kills} ({by_kind})")
+    killed_kinds = [killed["kind"] for killed in job.killed]
+    counts = [f"{killed_kinds.count(kind)} {kind}s" for kind in kinds]
+    print(f"kills: {kills} ({', '.join(counts)})")
     writing = sum(killed["writing"] for killed in job.killed)
     starting = sum(killed["starting"] for killed in job.killed)
     print(f"    while a snapshot was written: {writing}; while starting: {starting}")

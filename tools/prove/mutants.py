@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from tools.diffs import KINDS, align, changes, first_line, matcher
 
-COMPOUND = (ast.If, ast.With, ast.For, ast.While, ast.Try)
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 HEADER = re.compile(r"(?:def|class) \w+")
 SIMILAR = 0.6  # from this ratio on, a line is a changed line of the parent's
@@ -218,7 +217,7 @@ def statements(diff):
             # Not its decorators: each is a unit of its own, which is taken out below.
             covered.update(lines_of(node.lineno, last))
             yield take_out(diff, first, last)
-            if isinstance(node, (*COMPOUND, *KINDS)):
+            if hasattr(node, "body"):
                 yield from block_alone(diff, node)
     # What is left is a statement that is changed, or a header above old lines.
     left = diff.added - covered
@@ -234,10 +233,9 @@ def statements(diff):
 
 def take_out(diff, first, last):
     """What the parent has there, `pass`, or nothing."""
-    indent = indent_of(diff.new[first - 1])
+    nothing = f"{indent_of(diff.new[first - 1])}pass"
     texts = diff.back(first, last)
-    texts.append(diff.replaced(first, last, [f"{indent}pass"]))
-    texts.append(diff.replaced(first, last, []))
+    texts += [diff.replaced(first, last, lines) for lines in ([nothing], [])]
     return first, diff.words(first, last), "statement", texts
 
 

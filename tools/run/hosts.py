@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from tools.cli import Parser, error
@@ -236,7 +237,8 @@ def main(count, command, when):
     when: pairs (text, action): each action is run once, when a line has its text.
     """
     pending = list(when)
-    started = []  # [host, its Program, how many characters of its output are shown]
+    started = []  # (host, its Program)
+    shown = Counter()  # {Program: how many characters of its output are printed}
     counted = {}  # {host that is on: its Program}
     with Hosts(count, ".") as hosts:
 
@@ -244,7 +246,7 @@ def main(count, command, when):
             if not host.first:
                 host.boot()
             counted[host] = host.start(command)
-            started.append([host, counted[host], 0])
+            started.append((host, counted[host]))
 
         def act(action, name, *rest):
             (victim,) = [host for host in hosts if host.name == name]
@@ -259,13 +261,12 @@ def main(count, command, when):
             start(host)
         running = True
         while running:
-            running = any(program.poll() is None for _, program, _ in started)
-            for part in list(started):
-                host, program, shown = part
-                new = program.output[shown:]
+            running = any(program.poll() is None for _, program in started)
+            for host, program in [*started]:
+                new = program.output[shown[program] :]
                 if program.poll() is None:  # its last line may not be whole
                     new = new[: new.rfind("\n") + 1]
-                part[2] += len(new)
+                shown[program] += len(new)
                 for line in new.splitlines():
                     print(f"{host}: {line}", flush=True)
                     for pair in [*pending]:

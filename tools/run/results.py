@@ -49,8 +49,9 @@ def same_bits(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        values = [*one.values()]
-        return list(one) == list(other) and same_bits(values, [*other.values()])
+        return list(one) == list(other) and same_bits(
+            [*one.values()], [*other.values()]
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return one == other

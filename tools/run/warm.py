@@ -124,8 +124,8 @@ def set_path_for(script, is_module):
     first = os.path.dirname(os.path.abspath(script))
     if is_module:
         first = os.getcwd()
-    python_path = os.environ.get("PYTHONPATH", "")
-    added = [*filter(None, python_path.split(os.pathsep))]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = [*filter(None, added)]
     ours = {str(ROOT), os.getcwd(), ""}
     others = [path for path in sys.path if path not in ours]
     sys.path[:] = [first, *added, *others]

@@ -98,7 +98,7 @@ def hunk_diff(block):
     # {number of a line that the diff has not changed: the line}
     unchanged = dict(enumerate(scripts.read_lines(block.new), 1))
     for hunk in hunks(block.old, block.new):
-        for number in range(hunk.new_start, hunk.new_start + len(hunk.added)):
+        for number in range(hunk.new_start, hunk.new_end):
             del unchanged[number]
 
     def nearest(numbers):
@@ -111,16 +111,15 @@ def hunk_diff(block):
 
     lines = []
     for hunk in block.hunks:
-        start = hunk.new_start
-        end = start + len(hunk.added)
-        before = nearest(range(start - 1, start - 1 - CONTEXT, -1))
-        lines += [place_of(block, hunk), *reversed(before), *hunk.lines]
-        lines += nearest(range(end, end + CONTEXT))
+        last_before = hunk.new_start - 1
+        before = nearest(range(last_before, last_before - CONTEXT, -1))
+        after = nearest(range(hunk.new_end, hunk.new_end + CONTEXT))
+        lines += [place_of(block, hunk), *reversed(before), *hunk.lines, *after]
     return ["```diff", *lines, "```"]
 
 
 def link(block, text, target):
-    path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
+    path = os.path.relpath(target, Path(block.page).parent)
     return f"[{text}]({path})"
 
 
@@ -207,8 +206,8 @@ def check_explanations(pages):
 
 def is_explained(section):
     """Whether it has prose, and of PARTS each at most once, in order and not empty."""
-    generated = r"^(#|<!--|Tests: |With \S+ changed:).*$"
-    prose = re.sub(generated, "", section, flags=re.M).strip()
+    generated = r"(?m)^(#|<!--|Tests: |With \S+ changed:).*$"
+    prose = re.sub(generated, "", section).strip()
     # `re.split` keeps what the group has matched: a part, its text, and so on.
     _, *split = re.split(rf"\*\*({'|'.join(PARTS)})\.\*\*", prose)
     parts = split[::2]

@@ -32,16 +32,13 @@ def dress(app, doctree):
         if paragraph.astext().startswith("Tests: "):
             paragraph["classes"].append("tests")
     raws = {raw.astext().strip(): raw for raw in doctree.findall(nodes.raw)}
-    markers = {}
     fences = {}
     for block in page.blocks:
-        if block.kind in ("diff", "run"):
-            marker = raws[page.lines[block.line - 1]]
-            markers[block.line] = marker
-            fences[block.line] = output_of(block, marker)
-    for block in page.blocks:
+        if block.kind not in ("diff", "run"):
+            continue
+        fence = fence_of(block, raws[page.lines[block.line - 1]])
+        fences[block.line] = fence
         if block.kind == "diff":
-            fence = fences[block.line]
             html = diff_html(block.old, block.new, fence.astext().splitlines())
             fence.replace_self(nodes.raw("", html, format="html"))
     for block, right_block in switches(page):
@@ -58,10 +55,10 @@ def dress(app, doctree):
         html = app.builder.templates.render("flip.html", context)
         switch = nodes.raw(html, html, format="html")
         fence.replace_self(switch)
-        remove_between(markers[block.line], switch)
+        remove_between(raws[page.lines[block.line - 1]], switch)
 
 
-def output_of(block, marker):
+def fence_of(block, marker):
     """The fence of a marker: below that of a patch if a run has one."""
     kind = "diff" if block.kind == "diff" else "console"
     return marker.next_node(lambda node: node.get("language") == kind, **BELOW)

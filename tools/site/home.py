@@ -25,7 +25,7 @@ def readme():
     first = next(text for text in paragraphs if re.match(r"\w", text))
     promise = " ".join(first.split())
     promise = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", promise)
-    fence = re.search(r"^```sh\n(.*?)\n```", body, re.M | re.S)
+    fence = re.search(r"(?ms)^```sh\n(.*?)\n```", body)
     title = heading.removeprefix("# ")
     return {"title": title, "promise": promise, "commands": fence[1]}
 

@@ -31,15 +31,15 @@ RUN = (
     r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
     r" (?P<text>(?!with |\(show |\(exit ).*\S)"
 )
-MARKERS = [  # the kind, and what stands in the comment
-    ("not run here", "not run here: (?P<text>.+)"),
-    ("file", r"file (?P<text>[\w-]+\.\w+)"),
-    ("scripts", "scripts"),
-    ("contents", "contents"),
-    ("run", RUN),
-    ("diff", SHOWN),
-    ("diff", DIFF),
-]
+MARKERS = {  # what stands in the comment, and its kind
+    "not run here: (?P<text>.+)": "not run here",
+    r"file (?P<text>[\w-]+\.\w+)": "file",
+    "scripts": "scripts",
+    "contents": "contents",
+    RUN: "run",
+    SHOWN: "diff",
+    DIFF: "diff",
+}
 TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
     "a diff": r"[-+@]",
     "a command or its output": r"[$] |epoch \d",
@@ -85,7 +85,7 @@ class Page:
         below = [line for line in starts if line > block.line]
         end = min(below, default=len(self.lines) + 1)
         text = "\n".join(self.lines[first - 1 : end - 1])
-        return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        return re.sub(r"(?ms)^```.*?^```", "", text)
 
     def output_of(self, block):
         """The text between a block's markers."""
@@ -178,7 +178,7 @@ def read_fence(page, first, marker):
 
 def marker_of(text):
     """(kind, {part: its text}) of what stands in a comment; ("", {}) if unknown."""
-    for kind, pattern in MARKERS:
+    for pattern, kind in MARKERS.items():
         found = re.fullmatch(pattern, text)
         if found:
             return kind, found.groupdict(default="")

@@ -212,9 +212,7 @@ def changed(tag, id, name, start, places, marks):
 
 def in_head(hunk, old, new):
     """Whether nothing changes in a hunk but the docstring and the imports."""
-    old_end = hunk.old_start + len(hunk.removed)
-    new_end = hunk.new_start + len(hunk.added)
-    return old_end <= first_code(old) and new_end <= first_code(new)
+    return hunk.old_end <= first_code(old) and hunk.new_end <= first_code(new)
 
 
 def first_code(name):
@@ -253,8 +251,8 @@ def parts(old, new, whys):
     next_new = 1
     for hunk in hunks(old, new):
         found += unchanged(old, new, next_old, next_new, hunk.old_start - next_old)
-        next_old = hunk.old_start + len(hunk.removed)
-        next_new = hunk.new_start + len(hunk.added)
+        next_old = hunk.old_end
+        next_new = hunk.new_end
         sizes = (len(hunk.removed), len(hunk.added))
         pairs, (old_marks, new_marks) = marks_of(hunk.removed, hunk.added)
         if sizes == (1, 1):  # they stand beside each other, alike or not
