@@ -31,7 +31,8 @@ def merge(parent, child, root):
 
 def spread(root=ROOT):
     """The scripts that were changed, and those that need a hand."""
-    changed, conflicts = [], []
+    changed = []
+    conflicts = []
     for parent, child in sorted(ALL_EDGES, key=lambda edge: len(ancestry(edge[1]))):
         path = Path(root, child)
         text = merge(parent, child, root)
