@@ -35,7 +35,7 @@ def test_a_page_has_each_command_of_a_docstring():
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
+@pytest.mark.parametrize("name", [name for name in PARENTS if "/" in name])
 def test_an_option_that_a_variant_adds_is_tried(name):
     """By the tests of all scripts, if its docstring's command has it, or by its own."""
     tried = f"{commands(name)} {text_of(own_tests(name))}"

@@ -51,7 +51,7 @@ UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
 AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
 
 
-# What each host has of its own
+# The namespaces that each host has of its own
 SPACES = ["--net", "--uts", "--mount", "--ipc", "--pid"]
 
 

@@ -115,7 +115,8 @@ class Program:
                 )
                 self.pid = self.process.pid
             else:
-                # It imports torch: who only starts real programs need not wait for it.
+                # Here, because it imports torch: that takes seconds, and who only starts
+                # real programs does not need it.
                 from tools.run import warm
 
                 self.pid = warm.fork(words, cwd, environment, out, err)

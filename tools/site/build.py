@@ -283,7 +283,7 @@ def build(args):
     if not args.diffs:
         outputs, wrong = run_all(pages)
         problems += wrong
-    # All of them before one is written: a page may have bad input.
+    # All pages are made before one is written: if one has bad input, no file changes.
     filled = [fill(page, outputs, explained) for page in pages]
     for page, lines in zip(pages, filled, strict=True):
         if lines == page.lines:

@@ -235,7 +235,9 @@ def timed(command, tree):
 
 def run_all(pages):
     """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
-    from tools.run import warm  # which imports torch: only who runs commands needs it
+    # Here, because it imports torch: the site imports this module, too, and runs no
+    # command.
+    from tools.run import warm
 
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
     outputs = {}

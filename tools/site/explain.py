@@ -80,7 +80,7 @@ def switches(page):
         right = right_output(page, block)
         if block.faults and right:
             pairs.append((block, right))
-    # The right output of another switch stays as it is: that shows it, too.
+    # A block that is the right output of a switch stays as it is.
     shown_as_right = [right.line for _, right in pairs]
     found = []
     for block, right in pairs:
@@ -173,11 +173,11 @@ class Explainer:
         (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
         html = ""
         for node in section.children:
-            # What this extension has added, and the diff, stand on that page already.
-            is_ours = re.match(
-                "<!--|<p class=.beside|<div class=.highlight-diff", node.astext()
-            )
-            if not is_ours and not isinstance(node, (nodes.title, nodes.section)):
+            if isinstance(node, (nodes.title, nodes.section)):
+                continue
+            # The page of two scripts shows the diff itself, and needs no link to itself.
+            ours = "<!--|<p class=.beside|<div class=.highlight-diff"
+            if not re.match(ours, node.astext()):
                 html += self.html(page, node)
         what, without, rest = html.partition("<p><strong>Without it.</strong>")
         return {
