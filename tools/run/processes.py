@@ -115,8 +115,8 @@ class Program:
                 )
                 self.pid = self.process.pid
             else:
-                # Here, because it imports torch: that takes seconds, and who only starts
-                # real programs does not need it.
+                # Here, because it imports torch: that takes seconds, and a real program
+                # is started without it.
                 from tools.run import warm
 
                 self.pid = warm.fork(words, cwd, environment, out, err)

@@ -175,7 +175,7 @@ class Explainer:
         for node in section.children:
             if isinstance(node, (nodes.title, nodes.section)):
                 continue
-            # The page of two scripts shows the diff itself, and needs no link to itself.
+            # The page of two scripts has the diff, and needs no link to itself.
             ours = "<!--|<p class=.beside|<div class=.highlight-diff"
             if not re.match(ours, node.astext()):
                 html += self.html(page, node)
