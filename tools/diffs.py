@@ -15,6 +15,13 @@ def matcher(before, after):
     return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
+def changes(before, after):
+    """Yield (i1, i2, j1, j2): before[i1:i2] has become after[j1:j2]."""
+    for tag, *places in matcher(before, after).get_opcodes():
+        if tag != "equal":
+            yield places
+
+
 def align(before, after, likeness):
     """[(i, j)]: which of the items `before` have become which of those `after`.
 
@@ -22,16 +29,32 @@ def align(before, after, likeness):
     the other. The pairs are in order on both sides, and of all such pairings they are
     the one with the most in common.
     """
-    best = [(0, [])] * (len(after) + 1)  # of what stands before i and j
+    # best[j]: how much the items before i and before j have in common at most, and the
+    # pairs with which they do. `row` is the same for the next i.
+    best = [(0, [])] * (len(after) + 1)
     for i, one in enumerate(before):
         row = [(0, [])]
         for j, other in enumerate(after):
-            common, pairs = best[j]
+            found = [row[j], best[j + 1]]
             alike = likeness(one, other)
-            both = (common + alike, [*pairs, (i, j)]) if alike else (0, [])
-            row.append(max(row[j], best[j + 1], both, key=lambda x: x[0]))
+            if alike:
+                common, pairs = best[j]
+                found.append((common + alike, [*pairs, (i, j)]))
+            row.append(max(found, key=lambda pairing: pairing[0]))
         best = row
     return best[-1][1]
+
+
+def signed(removed, added):
+    """Changed lines as a diff shows them."""
+    minus = [f"-{line}" for line in removed]
+    plus = [f"+{line}" for line in added]
+    return minus + plus
+
+
+def without_blank(lines):
+    """`signed` lines that have more than their sign."""
+    return [line for line in lines if line[1:].strip()]
 
 
 class Hunk(NamedTuple):
@@ -51,13 +74,22 @@ class Hunk(NamedTuple):
 
     @property
     def lines(self):
-        return [f"-{x}" for x in self.removed] + [f"+{x}" for x in self.added]
+        return signed(self.removed, self.added)
+
+    @property
+    def old_end(self):
+        """The line of the parent below `removed`."""
+        return self.old_start + len(self.removed)
+
+    @property
+    def new_end(self):
+        return self.new_start + len(self.added)
 
 
 def first_line(node):
     """The first line of a statement, which may be that of a decorator."""
     decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(x.lineno for x in decorators)])
+    return min(part.lineno for part in [node, *decorators])
 
 
 @functools.cache
@@ -71,8 +103,11 @@ def tree_of(name):
 @functools.cache
 def scopes(name):
     """[(first line, last line, name)] of a file's classes and functions."""
-    nodes = [x for x in ast.walk(tree_of(name)) if isinstance(x, KINDS)]
-    return sorted((first_line(x), x.end_lineno, x.name) for x in nodes)
+    found = []
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, KINDS):
+            found.append((first_line(node), node.end_lineno, node.name))
+    return sorted(found)
 
 
 def scope_of(line, where):
@@ -86,19 +121,33 @@ def hunks(old, new):
 
     A function or class at the top level begins a hunk of its own.
     """
-    before, after = read_lines(old), read_lines(new)
-    starts = [first_line(x) - 1 for x in tree_of(new).body if isinstance(x, KINDS)]
+    before = read_lines(old)
+    after = read_lines(new)
+    top_level = [node for node in tree_of(new).body if isinstance(node, KINDS)]
+    starts = [first_line(node) - 1 for node in top_level]
     found = []
-    for tag, i1, i2, j1, j2 in matcher(before, after).get_opcodes():
-        if tag == "equal":
-            continue
-        for stop in [*(x for x in starts if j1 < x < j2), j2]:
-            if i2 == i1 and stop < j2 and not "".join(after[j1:stop]).strip():
-                continue
-            place = (j1 + 1, scopes(new)) if stop > j1 else (i1 + 1, scopes(old))
-            lines = i1 + 1, before[i1:i2], j1 + 1, after[j1:stop]
-            found.append(Hunk(len(found) + 1, *lines, scope_of(*place)))
-            i1, j1 = i2, stop
+    for i1, i2, j1, j2 in changes(before, after):
+        inside = [start for start in starts if j1 < start < j2]
+        for stop in [*inside, j2]:
+            is_blank = not "".join(after[j1:stop]).strip()
+            if i1 == i2 and stop < j2 and is_blank:
+                continue  # blank lines above a function belong to its hunk
+            if stop > j1:
+                scope = scope_of(j1 + 1, scopes(new))
+            else:
+                scope = scope_of(i1 + 1, scopes(old))
+            found.append(
+                Hunk(
+                    number=len(found) + 1,
+                    old_start=i1 + 1,
+                    removed=before[i1:i2],
+                    new_start=j1 + 1,
+                    added=after[j1:stop],
+                    scope=scope,
+                )
+            )
+            i1 = i2
+            j1 = stop
     return found
 
 
@@ -107,18 +156,22 @@ def mix(old, new, numbers):
 
     `numbers`: those of the hunks. None of them gives `old`, and all of them give `new`.
     """
-    before, lines, done = read_lines(old), [], 0
+    before = read_lines(old)
+    lines = []
+    done = 0
     for hunk in hunks(old, new):
-        start = hunk.old_start - 1
-        lines += before[done:start]
+        lines += before[done : hunk.old_start - 1]
         lines += hunk.added if hunk.number in numbers else hunk.removed
-        done = start + len(hunk.removed)
+        done = hunk.old_end - 1
     return "\n".join([*lines, *before[done:]]) + "\n"
 
 
 def changed_lines(old, new):
     """The changed lines, each with its sign, not counting blank ones."""
-    return [x for hunk in hunks(old, new) for x in hunk.lines if x[1:].strip()]
+    lines = []
+    for hunk in hunks(old, new):
+        lines += hunk.lines
+    return without_blank(lines)
 
 
 def inside_and_own(old, new):
@@ -128,16 +181,20 @@ def inside_and_own(old, new):
     have. The other lines are those of the diff to `new` without them. Both are without
     blank lines.
     """
-    names = {getattr(x, "name", None) for x in tree_of(old).body}
-    top = [x for x in tree_of(new).body if isinstance(x, KINDS)]
-    new_ones = [x for x in top if x.name not in names]
-    places = {i for x in new_ones for i in range(first_line(x), x.end_lineno + 1)}
-    lines = [*enumerate(read_lines(new), 1)]
-    own = [x for number, x in lines if number in places and x.strip()]
-    rest = [x for number, x in lines if number not in places]
-    before, changed = read_lines(old), []
-    for tag, i1, i2, j1, j2 in matcher(before, rest).get_opcodes():
-        if tag != "equal":
-            changed += [f"-{x}" for x in before[i1:i2] if x.strip()]
-            changed += [f"+{x}" for x in rest[j1:j2] if x.strip()]
-    return changed, own
+    names = {getattr(node, "name", None) for node in tree_of(old).body}
+    own_numbers = set()
+    for node in tree_of(new).body:
+        if isinstance(node, KINDS) and node.name not in names:
+            own_numbers.update(range(first_line(node), node.end_lineno + 1))
+    own = []
+    rest = []
+    for number, line in enumerate(read_lines(new), 1):
+        if number not in own_numbers:
+            rest.append(line)
+        elif line.strip():
+            own.append(line)
+    before = read_lines(old)
+    changed = []
+    for i1, i2, j1, j2 in changes(before, rest):
+        changed += signed(before[i1:i2], rest[j1:j2])
+    return without_blank(changed), own

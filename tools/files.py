@@ -36,12 +36,14 @@ def file_names(root=ROOT):
     for folder, folders, names in os.walk(root):
         left_out = IGNORED(folder, folders + names)
         folders[:] = set(folders) - left_out
-        found += [Path(folder, name) for name in set(names) - left_out]
-    return sorted(str(path.relative_to(root)) for path in found)
+        for name in set(names) - left_out:
+            found.append(str(Path(folder, name).relative_to(root)))
+    return sorted(found)
 
 
 def copy_tree(to, root=ROOT):
     """Copy the files of the repository at `root`."""
     for name in file_names(root):
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, to / name)
+        copy = to / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, copy)

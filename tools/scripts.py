@@ -68,19 +68,22 @@ def calls(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
-            found.setdefault(name, set()).update(x.arg for x in node.keywords)
+            keywords = found.setdefault(name, set())
+            keywords.update(keyword.arg for keyword in node.keywords)
     return found
 
 
 def definition(path, name):
     """The code of a file's function or class, without comments; "" without it."""
-    found = [x for x in tree(path).body if getattr(x, "name", "") == name]
+    body = tree(path).body
+    found = [node for node in body if getattr(node, "name", "") == name]
     return "\n".join(map(ast.unparse, found))
 
 
 SCRIPTS = {}
 for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
-    if found := re.search(r"Parent: (\S+)", docstring(path)):
+    found = re.search(r"Parent: (\S+)", docstring(path))
+    if found:
         parent = None if found[1] == "none" else found[1]
         SCRIPTS[str(path.relative_to(ROOT))] = parent
 EDGES = [(parent, child) for child, parent in SCRIPTS.items() if parent]
@@ -101,7 +104,8 @@ def ancestry(name):
     """Where a script stands in the tree: its ancestors' names, then its own."""
     path = []
     while name:
-        path, name = [name, *path], SCRIPTS.get(name)
+        path.insert(0, name)
+        name = SCRIPTS.get(name)
     return path
 
 
@@ -112,13 +116,15 @@ def trunk():
 
 def variants():
     """The other scripts, those of the first script of the root first."""
-    others = (name for name in SCRIPTS if "/" in name)
-    return sorted(others, key=lambda x: (trunk().index(root_of(x)), ancestry(x)))
+    others = [name for name in SCRIPTS if "/" in name]
+    others.sort(key=ancestry)
+    others.sort(key=lambda name: trunk().index(root_of(name)))
+    return others
 
 
 def root_of(name):
     """The last script of the root that a script comes from."""
-    return [x for x in ancestry(name) if "/" not in x][-1]
+    return [ancestor for ancestor in ancestry(name) if "/" not in ancestor][-1]
 
 
 def own_tests(name):

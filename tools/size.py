@@ -76,18 +76,20 @@ def parent_of(name):
 @functools.cache
 def own_tokens(name):
     """`tokens_of` the lines that are no verbatim copy of the parent's."""
-    tokens, parent = tokens_of(name), parent_of(name)
+    tokens = tokens_of(name)
+    parent = parent_of(name)
     if parent:
-        both = read_lines(parent), read_lines(name)
-        for _, start, length in matcher(*both).get_matching_blocks():
+        same = matcher(read_lines(parent), read_lines(name)).get_matching_blocks()
+        for _, start, length in same:
             for line in range(start + 1, start + 1 + length):
                 tokens.pop(line, None)
     return tokens
 
 
 def words_of(name):
-    text = re.sub(r"```.*?```|<!--.*?-->", "", text_of(name), flags=re.S)
-    return len(re.sub(r"^Tests:.*$", "", text, flags=re.M).split())
+    text = re.sub(r"(?s)```.*?```|<!--.*?-->", "", text_of(name))
+    prose = re.sub(r"(?m)^Tests:.*$", "", text)
+    return len(prose.split())
 
 
 def sizes():
@@ -107,23 +109,29 @@ def sizes():
 
     for pair, most in DIFFS.items():
         yield "changed lines", most, {pair: len(changed_lines(*pair.split()))}
-    inside, functions = {}, {}
+    inside = {}
+    functions = {}
     for name in variants():
-        changed, added = inside_and_own(PARENTS[name], name)
-        inside[name], functions[name] = len(changed), len(added)
+        changed, own_lines = inside_and_own(PARENTS[name], name)
+        inside[name] = len(changed)
+        functions[name] = len(own_lines)
     yield "changed lines inside", INSIDE_A_VARIANT, inside
     yield "lines of functions", FUNCTIONS_OF_A_VARIANT, functions
 
-    docs = [name for name in names if re.fullmatch(r"docs/.*\.md", name)]
-    words = {name: words_of(name) for name in docs}
     stems = {Path(name).stem for name in variants()}
-    of_variants = {name: words[name] for name in docs if Path(name).stem in stems}
-    others = {name: words[name] for name in docs if name not in of_variants}
-    yield "words", WORDS, {"docs/": sum(words.values())}
+    of_variants = {}
+    others = {}
+    for name in names:
+        if re.fullmatch(r"docs/.*\.md", name):
+            words = of_variants if Path(name).stem in stems else others
+            words[name] = words_of(name)
+    in_all = sum(of_variants.values()) + sum(others.values())
+    yield "words", WORDS, {"docs/": in_all}
     yield "words", WORDS_OF_A_VARIANT, of_variants
     yield "words", WORDS_OF_A_CHAPTER, others
-    own = [not line.startswith("| [") for line in read_lines("README.md")]
-    yield "lines", README_LINES, {"README.md": sum(own)}
+
+    rows = [line.startswith("| [") for line in read_lines("README.md")]
+    yield "lines", README_LINES, {"README.md": rows.count(False)}
     folders = {name.partition("/")[0] for name in names if "/" in name}
     folders = [name for name in folders if not name.startswith(".")]
     yield "folders", FOLDERS, {"the root": len(folders)}
@@ -131,12 +139,12 @@ def sizes():
 
 def too_large(found):
     """A line for each of `sizes` that is above its ceiling."""
-    return [
-        f"{name}: {size:,} {what}, at most {most:,}"
-        for what, most, counts in found
-        for name, size in counts.items()
-        if size > most
-    ]
+    lines = []
+    for what, most, counts in found:
+        for name, size in counts.items():
+            if size > most:
+                lines.append(f"{name}: {size:,} {what}, at most {most:,}")
+    return lines
 
 
 def show(found):
@@ -145,8 +153,10 @@ def show(found):
         name = max(counts, key=counts.get)
         print(f"{counts[name]:8,} of {most:7,} {what}: {name}")
     for prefix in ("utils.py", "variants/", "mingpt/", "cluster/", "tools/", "tests/"):
-        names = [x for x in file_names() if x.startswith(prefix) and x.endswith(".py")]
-        lines = [count for name in names for count in own_tokens(name).values()]
+        lines = []
+        for name in file_names():
+            if name.startswith(prefix) and name.endswith(".py"):
+                lines += own_tokens(name).values()
         average = sum(lines) / len(lines)
         share = sum(count >= DENSE for count in lines) / len(lines)
         print(f"{average:8.1f} tokens a line, {share:3.0%} dense: {prefix}")

@@ -21,19 +21,18 @@ from tools.scripts import ALL_EDGES, ROOT, ancestry
 
 def merge(parent, child, root):
     """`child` with what has changed in `parent` since the last commit, or None."""
-    words = ["git", "show", f"HEAD:{parent}"]
-    base = subprocess.run(words, cwd=root, check=True, stdout=subprocess.PIPE).stdout
+    show = ["git", "show", f"HEAD:{parent}"]
     with tempfile.NamedTemporaryFile() as committed:
-        committed.write(base)
-        committed.flush()
-        words = ["git", "merge-file", "-p", "-q", child, committed.name, parent]
-        done = subprocess.run(words, cwd=root, stdout=subprocess.PIPE)
+        subprocess.run(show, cwd=root, check=True, stdout=committed)
+        merge = ["git", "merge-file", "-p", "-q", child, committed.name, parent]
+        done = subprocess.run(merge, cwd=root, stdout=subprocess.PIPE)
     return done.stdout if done.returncode == 0 else None
 
 
 def spread(root=ROOT):
     """The scripts that were changed, and those that need a hand."""
-    changed, conflicts = [], []
+    changed = []
+    conflicts = []
     for parent, child in sorted(ALL_EDGES, key=lambda edge: len(ancestry(edge[1]))):
         path = Path(root, child)
         text = merge(parent, child, root)

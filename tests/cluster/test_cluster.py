@@ -36,21 +36,30 @@ RESET = "Connection reset by peer|Connection closed by peer|Broken pipe"
 
 
 def torchrun(script, *args, nnodes=2, nproc=1, host="node0", restarts=3):
-    command = ["torchrun", f"--nnodes={nnodes}"]
-    command += [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500"]
-    return [*command, "--rdzv-conf", RENDEZVOUS, script, *args]
+    return [
+        "torchrun",
+        f"--nnodes={nnodes}",
+        f"--nproc-per-node={nproc}",
+        f"--max-restarts={restarts}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:29500",
+        "--rdzv-conf",
+        RENDEZVOUS,
+        script,
+        *args,
+    ]
 
 
 def impatient(folder, *changes):
     """A copy whose collectives wait for 10 s, and whose steps take 10 ms longer."""
-    changes = (("timedelta(minutes=5)", "timedelta(seconds=10)"), *changes)
-    return plant("multinode.py", folder / "copy", *changes, hooks=["timing:slow_steps"])
+    soon = ("timedelta(minutes=5)", "timedelta(seconds=10)")
+    hooks = ["timing:slow_steps"]
+    return plant("multinode.py", folder / "copy", soon, *changes, hooks=hooks)
 
 
 def epochs(job, since=0):
     """The epochs that a job has printed after its first `since` characters."""
-    found = re.findall(r"^epoch (\d+)/", job.output[since:], re.M)
+    found = re.findall(r"(?m)^epoch (\d+)/", job.output[since:])
     return [int(epoch) for epoch in found]
 
 
@@ -58,6 +67,16 @@ def saved(job, until=None):
     """The newest epoch that it says to have saved, in its first `until` characters."""
     found = re.findall(r"epoch (\d+) saved", job.output[:until])
     return max(map(int, found), default=0)
+
+
+def start_on(hosts, command):
+    """Start the command on each of these hosts."""
+    return [host.start(command, **ENV) for host in hosts]
+
+
+def check_that_all_end_well(jobs):
+    for job in jobs:
+        assert job.finish().returncode == 0, jobs[0].output
 
 
 def measured(what, since):
@@ -86,16 +105,18 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
 def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
     """No disk is shared."""
     with Hosts(2, tmp_path, own_disks=True) as hosts:
-        command = torchrun(ROOT / "multinode.py", 5, 2, "--batch-size", 16, nproc=2)
-        jobs = [host.start(command, **ENV) for host in hosts]
-        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
+        command = torchrun(ROOT / "multinode.py", 5, 2, "--batch-size=16", nproc=2)
+        first, second = start_on(hosts, command)
+        check_that_all_end_well([first, second])
         one, other = [host.folder / "snapshot.pt" for host in hosts]
-        alone = runs("single_gpu.py")[0] / "snapshot.pt"
-        torch.testing.assert_close(weights(one), weights(alone), rtol=0, atol=1e-6)
-        assert "4 x cpu, batch 16 each: effective batch 64" in jobs[0].output
+        folder, _ = runs("single_gpu.py")
+        expected = weights(folder / "snapshot.pt")
+        torch.testing.assert_close(weights(one), expected, rtol=0, atol=1e-6)
+        assert "4 x cpu, batch 16 each: effective batch 64" in first.output
         # One process of all writes and prints, not one of each host.
         assert not other.exists()
-        assert [epochs(job) for job in jobs] == [[1, 2, 3, 4, 5], []]
+        assert epochs(first) == [1, 2, 3, 4, 5]
+        assert epochs(second) == []
 
 
 def resumed(job, world_size, what):
@@ -109,8 +130,9 @@ def resumed(job, world_size, what):
     again = job.wait_for(r"(\d+) of \d+ epochs are finished", since)
     next_epoch = job.wait_for(r"epoch (\d+)/", again.end())
     measured(f"from {what} to the end of the next epoch", began)
-    assert int(next_epoch[1]) == int(again[1]) + 1
-    return int(again[1]), saved(job, until=again.end())
+    epochs_run = int(again[1])
+    assert int(next_epoch[1]) == epochs_run + 1
+    return epochs_run, saved(job, until=again.end())
 
 
 def test_a_host_dies_and_comes_back(tmp_path):
@@ -127,7 +149,8 @@ def test_a_host_dies_and_comes_back(tmp_path):
         second = other.start(command, **ENV)
         epoch, newest = resumed(first, 2, "the return")
         assert epoch >= newest, "ended between saving and saying so, it has one more"
-        assert first.poll() is None and second.poll() is None
+        assert first.poll() is None
+        assert second.poll() is None
 
     with Hosts(2, tmp_path / "disk") as (one, other):
         first = one.start(command, **ENV)
@@ -142,8 +165,8 @@ def test_a_host_dies_and_comes_back(tmp_path):
         come_back()
         # It learns on, with what it had learnt before and in between.
         first.wait_for(f"epoch {saved(first) + 10}/")
-        found = re.findall(r"held-out loss (\S+)", first.output)
-        assert 0.009 < float(found[-1]) < 0.011, "0.01 is the noise"
+        *_, loss = re.findall(r"held-out loss (\S+)", first.output)
+        assert 0.009 < float(loss) < 0.011, "0.01 is the noise"
 
         other.unplug()
         epoch, newest = resumed(first, 1, "the unplugging")
@@ -157,8 +180,7 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
     each_rank_writes = ("if dist.get_rank() == 0:  # one rank writes", "if True:")
     script = impatient(tmp_path, each_rank_writes)
     with Hosts(3, tmp_path / "disk", own_disks=True) as (one, other, new):
-        first = one.start(torchrun(script, 10**6, 2), **ENV)
-        second = other.start(torchrun(script, 10**6, 2), **ENV)
+        first, second = start_on([one, other], torchrun(script, 10**6, 2))
         first.wait_for("epoch 5/")
         one.kill()
         killed = time.monotonic()
@@ -167,13 +189,14 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
         assert "RendezvousConnectionError: The connection" in second.output
         kept = load(other.folder / "snapshot.pt")["EPOCHS_RUN"]
         assert kept >= 4
-        command = torchrun(script, kept + 2, 2, host="node1")
-        jobs = [host.start(command, **ENV) for host in (other, new)]
-        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
-        line = f"{kept} of {kept + 2} epochs are finished in snapshot.pt"
+        total = kept + 2
+        command = torchrun(script, total, 2, host="node1")
+        jobs = start_on([other, new], command)
+        check_that_all_end_well(jobs)
+        line = f"{kept} of {total} epochs are finished in snapshot.pt"
         assert line in jobs[0].output
         for host in (other, new):
-            assert load(host.folder / "snapshot.pt")["EPOCHS_RUN"] == kept + 2
+            assert load(host.folder / "snapshot.pt")["EPOCHS_RUN"] == total
 
 
 def test_a_link_is_cut(tmp_path):
@@ -182,46 +205,49 @@ def test_a_link_is_cut(tmp_path):
     Cut for good, both hosts end, in bounded time, and say who did not answer.
     """
     command = torchrun(impatient(tmp_path), 10**6, 2)
-    with Hosts(2, tmp_path / "disk") as (one, other):
-        jobs = [host.start(command, **ENV) for host in (one, other)]
-        jobs[0].wait_for("epoch 3/")
+    with Hosts(2, tmp_path / "disk") as hosts:
+        first, second = start_on(hosts, command)
+        other = hosts[1]
+        first.wait_for("epoch 3/")
         other.cut()
         time.sleep(1)  # until what was sent before has come, and is printed
-        cut = len(jobs[0].output)
+        cut = len(first.output)
         # An epoch takes half a second. The kernel tries again 3 s after the cut, and at
         # 6 s and 12 s: the last would be too late for the time-out.
         time.sleep(2)
-        assert not epochs(jobs[0], since=cut), "nobody can go on alone"
+        assert not epochs(first, since=cut), "nobody can go on alone"
         other.mend()
-        jobs[0].wait_for("epoch", len(jobs[0].output))
-        every = epochs(jobs[0])
-        assert every == list(range(1, len(every) + 1)), "nothing was done twice"
-        assert "Error" not in jobs[0].output + jobs[1].output
+        first.wait_for("epoch", len(first.output))
+        every = epochs(first)
+        assert every == [*range(1, len(every) + 1)], "nothing was done twice"
+        assert "Error" not in first.output + second.output
 
         other.cut()
-        for job in jobs:
+        for job in (first, second):
             job.wait_for("Timed out waiting 10000ms")
-        kept = saved(jobs[0])
+        kept = saved(first)
         other.mend()
         mended = time.monotonic()
-        found = jobs[0].wait_for(r"(\d+) of \d+ epochs are finished", cut)
+        found = first.wait_for(r"(\d+) of \d+ epochs are finished", cut)
         assert int(found[1]) == kept
-        jobs[0].wait_for(r"epoch \d", found.end())
+        first.wait_for(r"epoch \d", found.end())
         measured("from the mending of a long cut to the next epoch", mended)
 
         # The host of the rendezvous ends after join_timeout. The other waits for an
         # answer of the store until the kernel gives up: after 15 minutes by default.
         other.run("sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2")
-        before = [len(job.output) for job in jobs]
+        before_first = len(first.output)
+        before_second = len(second.output)
         other.cut()
         cut = time.monotonic()
-        assert jobs[1].finish().returncode == 1
+        assert second.finish().returncode == 1
         measured("from the cut to the end of the launcher cut off", cut)
-        assert jobs[0].finish().returncode == 1
+        assert first.finish().returncode == 1
         measured("from the cut to the other launcher's end", cut)
-        assert load(other.folder / "snapshot.pt")["EPOCHS_RUN"] == saved(jobs[0])
-        first, second = (x.output[n:] for x, n in zip(jobs, before, strict=True))
-        assert "Timed out waiting 10000ms" in first
-        assert "Timed out waiting 10000ms" in second
-        assert "RendezvousTimeoutError" in first
-        assert "RendezvousConnectionError" in second
+        assert load(other.folder / "snapshot.pt")["EPOCHS_RUN"] == saved(first)
+        said_first = first.output[before_first:]
+        said_second = second.output[before_second:]
+        assert "Timed out waiting 10000ms" in said_first
+        assert "Timed out waiting 10000ms" in said_second
+        assert "RendezvousTimeoutError" in said_first
+        assert "RendezvousConnectionError" in said_second

@@ -9,13 +9,29 @@ from cluster.predict import Cluster, Job, all_reduce, ddp, fsdp, ring, slowest_r
 from tools.run.processes import Program
 from tools.scripts import ROOT
 
-ONE = Cluster(1, 1e9, 1e11, 0.001, 0, None)  # a GPU in each machine, 1 GB/s, 1 ms
+# A GPU in each machine, 1 GB/s and 1 ms between machines
+ONE = Cluster(
+    gpus=1,
+    link=1e9,
+    inside=1e11,
+    latency=0.001,
+    jitter=0,
+    algorithm=None,
+)
 JOB = "--step-ms 180 --parameters 124e6"
-BAD = ["", JOB, "--link 1Gbit", f"{JOB} --link 0Gbit", f"{JOB} --link -1Gbit"]
-BAD += ["--step-ms 9 --parameters 0 --link 1Gbit", f"{JOB} --link 1Gbit --nodes 0"]
-BAD += ["--measure /nowhere --link 1Gbit", f"--measure {__file__} --link 1Gbit"]
-PAPER = (ROOT / "docs/predict.md").read_text()
-ROWS = re.findall(r"^\| (.*) \| (.*) \| (.*) \| `(.*)` \|$", PAPER, re.M)
+BAD = [
+    "",
+    JOB,
+    "--link 1Gbit",
+    f"{JOB} --link 0Gbit",
+    f"{JOB} --link -1Gbit",
+    "--step-ms 9 --parameters 0 --link 1Gbit",
+    f"{JOB} --link 1Gbit --nodes 0",
+    "--measure /nowhere --link 1Gbit",
+    f"--measure {__file__} --link 1Gbit",
+]
+PAGE = (ROOT / "docs/predict.md").read_text()
+ROWS = re.findall(r"(?m)^\| (.*) \| (.*) \| (.*) \| `(.*)` \|$", PAGE)
 assert len(ROWS) == 13
 
 
@@ -25,32 +41,51 @@ def run(words):
 
 @pytest.mark.parametrize(("name", "figure", "printed", "words"), ROWS)
 def test_published_figures(name, figure, printed, words):
-    rows = [float(x) for x in re.findall(r"([\d.]+)%", run(words).stdout)]
-    value = rows[-1] * (100 / rows[0] if len(rows) > 1 else 1)
+    percents = [float(number) for number in re.findall(r"([\d.]+)%", run(words).stdout)]
+    value = percents[-1]
+    if len(percents) > 1:  # of the efficiency in the first row
+        value *= 100 / percents[0]
     error = round(value - float(figure), 1) + 0.0  # no -0.0
-    print(f"{name}: published {figure}, predicted {value:.1f} ({error:+.1f})")
-    assert printed == f"{value:.1f} ({error:+.1f})"
+    predicted = f"{value:.1f} ({error:+.1f})"
+    print(f"{name}: published {figure}, predicted {predicted}")
+    assert printed == predicted
 
 
 def test_all_reduce_by_hand():
-    # A ring of 4 sends 2 * 3/4 of 1 GB in 6 messages; trees send 2 * 1 GB, in 4.
-    assert ring(2, 1e9, 4, ONE) == all_reduce(1e9, 4, ONE) == pytest.approx(1.506)
-    assert all_reduce(1e9, 4, ONE._replace(algorithm="tree")) == pytest.approx(2.004)
-    assert all_reduce(1e3, 4, ONE) == pytest.approx(0.004, rel=1e-3)  # a short message
-    pairs = ONE._replace(gpus=2)  # a pass is 1 message between, and 2 inside, machines
+    # A ring of 4 sends 2 * 3/4 of 1 GB in 6 messages.
+    seconds = ring(2, 1e9, 4, ONE)
+    assert seconds == pytest.approx(1.506)
+    assert all_reduce(1e9, 4, ONE) == seconds
+    # Trees send 2 * 1 GB, in 4 messages: they are faster if a message is short.
+    trees = ONE._replace(algorithm="tree")
+    assert all_reduce(1e9, 4, trees) == pytest.approx(2.004)
+    assert all_reduce(1e3, 4, ONE) == pytest.approx(0.004, rel=1e-3)
+    # With two GPUs in each of two machines, a pass is 1 message between the machines
+    # and 2 inside them.
+    pairs = ONE._replace(gpus=2)
     assert ring(2, 1e9, 2, pairs) == pytest.approx(1.5 + 2 * (0.001 + 2 * 3e-6))
     assert ring(2, 1e9, 1, pairs) == pytest.approx(0.01 + 2 * 3e-6)
 
 
 def test_steps_by_hand():
-    wire, bucket = ONE._replace(latency=0), 1e9 - 2**20  # 1 s for 1 GB
-    job = Job(3, 2 / 3, 1e9, 1e9, 1, 4, bucket)
+    wire = ONE._replace(latency=0)  # 1 s for 1 GB
+    bucket = 1e9 - 2**20
+    job = Job(
+        compute=3,
+        backward=2 / 3,
+        gradients=1e9,
+        weights=1e9,
+        layers=1,
+        accumulate=4,
+        bucket=bucket,
+    )
     # Two buckets; the link is free when the last one is ready, as backward ends.
     assert ddp(job, 1, 2, wire) == pytest.approx(4 * 3 + bucket / 1e9)
     # One layer: gathered in 0.5 s, and again while it computes; reduced in 0.5 s.
     assert fsdp(job, 1, 2, wire) == pytest.approx(0.5 + 4 * 3 + 0.5)
     assert fsdp(job, 1, 2, wire, hybrid=True) == pytest.approx(4 * 3 + 1)
-    for ranks, maximum in (1, 0), (10, 1.539), (1000, 3.241):  # expected, of normals
+    # The expected maximum of so many normally distributed numbers
+    for ranks, maximum in ((1, 0), (10, 1.539), (1000, 3.241)):
         assert slowest_rank(ranks, 1) == pytest.approx(1 + maximum, abs=0.02)
 
 
@@ -62,17 +97,24 @@ def test_latency_or_stragglers_limit_a_step():
 
 
 def test_a_measured_job(tmp_path):
-    rank, file = {"step": 200, "exposed communication": 20, "backward": 120}, "m.json"
-    (tmp_path / file).write_text(json.dumps({"ms": [rank] * 2, "parameters": 124e6}))
-    typed = run(f"{JOB} --link 1Gbit").stdout  # 180 ms, of which backward takes 2/3
-    assert run(f"--measure {tmp_path / file} --link 1Gbit").stdout == typed != ""
-    (tmp_path / "m.0.json").write_text('{"traceEvents": []}')  # a rank's, for Perfetto
-    told = run(f"--measure {tmp_path / 'm.0.json'} --link 1Gbit").stderr
+    # 180 ms are no communication, and backward takes 2/3 of them.
+    rank = {"step": 200, "exposed communication": 20, "backward": 120}
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps({"ms": [rank] * 2, "parameters": 124e6}))
+    typed = run(f"{JOB} --link 1Gbit").stdout
+    assert typed
+    assert run(f"--measure {file} --link 1Gbit").stdout == typed
+    # The file of a rank is for Perfetto.
+    file = tmp_path / "m.0.json"
+    file.write_text('{"traceEvents": []}')
+    told = run(f"--measure {file} --link 1Gbit").stderr
     assert "m.0.json: KeyError('ms'). Give TRACE.json of variants.profiled" in told
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(words):
     done = run(words)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.returncode == 2
+    assert not done.stdout
+    assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("predict.py: error:")

@@ -45,12 +45,17 @@ def start(host, count, *flags, script=SCRIPT, **env):
 
 def findings(job):
     """What is bad in what a host printed, in order."""
-    return re.findall(r"^(?:FAIL|warn)  +(.*)", job.output, re.M)
+    return re.findall(r"(?m)^(?:FAIL|warn)  +(.*)", job.output)
+
+
+def check_that_all_end_with_1(jobs):
+    for job in jobs:
+        assert job.finish().returncode == 1, jobs[0].output
 
 
 def assert_found(jobs, *patterns):
     """All end with 1; each pattern fits node0's finding at its place; that is all."""
-    assert {job.finish().returncode for job in jobs} == {1}, jobs[0].output
+    check_that_all_end_with_1(jobs)
     found = findings(jobs[0])
     assert len(patterns) == len(found), jobs[0].output
     for pattern, finding in zip(patterns, found, strict=True):
@@ -77,7 +82,8 @@ def plant_ports(host, *states):
 
 def plant_gpus(folder, *states):
     """The PATH to an nvidia-smi that has GPUs in these states."""
-    script, answer = folder / "nvidia-smi", "".join(GPU.format(*x) for x in states)
+    answer = "".join(GPU.format(*state) for state in states)
+    script = folder / "nvidia-smi"
     script.write_text(f"#!/bin/sh\ncat <<END\n{answer}\nEND\n")
     script.chmod(0o755)
     return f"{folder}:{PATH}"
@@ -93,15 +99,21 @@ def test_faults_of_a_host(tmp_path):
         node1.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
         # GPUs, as the NVIDIA driver shows them, whatever torch sees.
         node1.run("mount", "-t", "tmpfs", "tmpfs", "/proc/driver")
-        node1.run("mkdir", "-p", *(f"/proc/driver/nvidia/gpus/{x}" for x in range(2)))
-        states = ("well", "Not Active", "N/A"), ("hot", "Active", 0), ("bad", "", 2)
-        how = {"script": with_fault(tmp_path, "wrong"), "GLOO_SOCKET_IFNAME": "ib0"}
-        how["PATH"] = plant_gpus(tmp_path, *states)
-        jobs = [start(node0, 2, "--cpu", "--max-restarts=1"), start(node1, 2, **how)]
+        for gpu in (0, 1):
+            node1.run("mkdir", "-p", f"/proc/driver/nvidia/gpus/{gpu}")
+        path = plant_gpus(
+            tmp_path,
+            ("well", "Not Active", "N/A"),
+            ("hot", "Active", 0),
+            ("bad", "", 2),
+        )
+        wrong = with_fault(tmp_path, "wrong")
+        job0 = start(node0, 2, "--cpu", "--max-restarts=1")
+        job1 = start(node1, 2, script=wrong, GLOO_SOCKET_IFNAME="ib0", PATH=path)
         slow = r"^slow link, rank {0} on node{0} to rank {1} on node{1}: [01]\.\d+ "
         slow += r"Gbit/s; 10 expected"
         assert_found(
-            jobs,
+            [job0, job1],
             r"^node1 has torch 1\.2\.3, the others have ",
             r"^node1 has InfiniBand \[400\.0\], the others have \[400\.0, 400\.0\]",
             r"^node0: its own name, node0, is 127\.0\.1\.1 there",
@@ -116,9 +128,9 @@ def test_faults_of_a_host(tmp_path):
             r"^rank 1 .*: all-reduce is wrong: bfloat16, float32 \(gloo group\)$",
             slow.format(1, 0),
         )
-        assert findings(jobs[1]) == []
-        assert "try   on node0: export GLOO_SOCKET_IFNAME=eth0" in jobs[0].output
-        assert "this cluster can NOT train as it is: 1 warnings" in jobs[0].output
+        assert findings(job1) == []
+        assert "try   on node0: export GLOO_SOCKET_IFNAME=eth0" in job0.output
+        assert "this cluster can NOT train as it is: 1 warnings" in job0.output
 
 
 def test_a_slow_card(tmp_path):
@@ -126,12 +138,13 @@ def test_a_slow_card(tmp_path):
         # Both have a limit, so low that a busy machine cannot halve the speed.
         for host in hosts:
             host.slow("200mbit")
-        flags = "--link-gbit=0.2", "--cpu", "--nproc-per-node=2"
         slow = with_fault(tmp_path, "slow_card")
-        jobs = [start(hosts[0], 2, *flags), start(hosts[1], 2, *flags, script=slow)]
+        flags = ("--link-gbit=0.2", "--cpu", "--nproc-per-node=2")
+        job0 = start(hosts[0], 2, *flags)
+        job1 = start(hosts[1], 2, *flags, script=slow)
         link = r"^slow link, rank 3 on node1 to rank 1 on node0: 0\.0\d Gbit/s; 0\.2 "
-        assert_found(jobs, link)
-        assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in jobs[0].output
+        assert_found([job0, job1], link)
+        assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in job0.output
 
 
 def test_who_does_not_come_and_who_cannot_connect(tmp_path):
@@ -141,15 +154,16 @@ def test_who_does_not_come_and_who_cannot_connect(tmp_path):
     nobody knows node6.
     """
     with Hosts(6, tmp_path) as hosts:
-        hosts[1].run("tc", "qdisc", "add", "dev", "eth0", "ingress")
+        node0, node1, node2, node3, _, node5 = hosts
+        node1.run("tc", "qdisc", "add", "dev", "eth0", "ingress")
         block = ["tc", "filter", "add", "dev", "eth0", "ingress", "bpf"]
-        hosts[1].run(*block, "direct-action", "bytecode", NO_SYN)
-        plant_names(hosts[2], NAMES.replace("10.77.0.1", "10.77.0.99"))
+        node1.run(*block, "direct-action", "bytecode", NO_SYN)
+        plant_names(node2, NAMES.replace("10.77.0.1", "10.77.0.99"))
         listen = "import socket as s, time; x = s.create_server(('', 29500)); "
         listen += "print('ready', flush=True); time.sleep(600)"
-        hosts[3].start(["python", "-c", listen]).wait_for("ready")
-        hosts[5].unplug()
-        jobs = [start(host, 7, "--wait=15", "--cpu") for host in hosts[:3]]
+        node3.start(["python", "-c", listen]).wait_for("ready")
+        node5.unplug()
+        jobs = [start(host, 7, "--wait=15", "--cpu") for host in (node0, node1, node2)]
         to_node1 = r"cannot connect to node1, which is 10\.77\.0\.2: no answer from "
         to_node1 += r"node1:\d{5} \(10\.77\.0\.2\): it is off, or a firewall drops the"
         assert_found(
@@ -167,37 +181,41 @@ def test_who_does_not_come_and_who_cannot_connect(tmp_path):
 
 def test_names_and_clocks(tmp_path):
     with Hosts(5, tmp_path) as hosts:
+        node0, node1, node2, node3, node4 = hosts
         # Before all others: nothing is started at the endpoint.
-        job = start(hosts[1], 5, "--wait=1", "--cpu")
-        assert_found(
-            [job], "^node1 cannot meet node0: node0:29500 .* is up, but nothing"
-        )
-        plant_names(hosts[1], f"127.0.0.1 localhost node1\n{NAMES}")
-        plant_names(hosts[2], NAMES.replace("10.77.0.3 node2\n", ""))
-        plant_names(hosts[3], NAMES.replace("10.77.0.4 node3\n", ""))
-        plant_names(hosts[4], "10.77.0.5 node4 node0\n")
-        cure = "--local-addr=10.77.0.4", "--rdzv-conf=is_host=false"
-        clock = with_fault(tmp_path, "clock")
-        jobs = [start(host, 5, "--cpu") for host in hosts[:3]]
-        jobs.append(start(hosts[3], 5, "--cpu", *cure))
-        jobs.append(start(hosts[4], 5, "--cpu", script=clock))
-        assert [job.finish().returncode for job in jobs] == [1] * 5, jobs[0].output
+        job = start(node1, 5, "--wait=1", "--cpu")
+        nobody = "^node1 cannot meet node0: node0:29500 .* is up, but nothing"
+        assert_found([job], nobody)
+        plant_names(node1, f"127.0.0.1 localhost node1\n{NAMES}")
+        plant_names(node2, NAMES.replace("10.77.0.3 node2\n", ""))
+        plant_names(node3, NAMES.replace("10.77.0.4 node3\n", ""))
+        plant_names(node4, "10.77.0.5 node4 node0\n")
+        cure = ("--local-addr=10.77.0.4", "--rdzv-conf=is_host=false")
+        ahead = with_fault(tmp_path, "clock")
+        jobs = [start(host, 5, "--cpu") for host in (node0, node1, node2)]
+        jobs.append(start(node3, 5, "--cpu", *cure))
+        jobs.append(start(node4, 5, "--cpu", script=ahead))
+        check_that_all_end_with_1(jobs)
         found = findings(jobs[0])
         wrong = "node4 cannot connect to node0, which is 10.77.0.1: on node4 the name "
         assert f"{wrong}node0 is 10.77.0.5, that of node4 itself" in found
-        found = [x for x in found if "cannot connect" not in x and "own name," not in x]
-        assert found[:-1] == [
+        others = []
+        for line in found:
+            if "cannot connect" not in line and "own name," not in line:
+                others.append(line)
+        *names, clock = others
+        assert names == [
             "node1: it would tell the others to connect to localhost",
             "node2: it does not know its own name: torchrun would crash or hang",
             "node4: torchrun would take it for the endpoint, node0",
         ]
-        assert re.match(r"node4: its clock is (99|100) s ahead$", found[-1])
+        assert re.match(r"node4: its clock is (99|100) s ahead$", clock)
         flags = "in torchrun's line: --local-addr=10.77.0.3 --rdzv-conf=is_host=false"
         assert f"10.77.0.3 node2' >> /etc/hosts; or {flags}" in jobs[0].output
 
 
 def test_bad_input(tmp_path):
-    hosts = "--hosts=node0,node1", "--rdzv-endpoint=node0:29500", "--nnodes=2"
+    hosts = ["--hosts=node0,node1", "--rdzv-endpoint=node0:29500", "--nnodes=2"]
     for said, words, env in (
         ("torchrun: ", ["--nnodes=two"], {}),
         ("no script", [*hosts, "multinode.py", "50"], {}),
@@ -205,9 +223,11 @@ def test_bad_input(tmp_path):
         ("has to name all, this host (", hosts, {}),
     ):
         done = Program(["python", SCRIPT, *words], tmp_path, **QUIET, **env).finish()
-        assert done.returncode == 2 and done.stdout == "", done
+        assert done.returncode == 2, done
+        assert not done.stdout
         (line,) = done.stderr.splitlines()
-        assert line.startswith("preflight.py: error: ") and said in line
+        assert line.startswith("preflight.py: error: ")
+        assert said in line
 
 
 def test_a_process_that_fails_or_hangs_says_so(tmp_path):
@@ -220,4 +240,4 @@ def test_a_process_that_fails_or_hangs_says_so(tmp_path):
         r"rank 0 on \S+, connecting all processes \(gloo\), .*: Dist",
         r"rank 2 on \S+, allocating and .*: stuck: all checks may take 24 s",
     ):
-        assert re.search(rf"^FAIL  {what}", done.stdout, re.M), done.stdout
+        assert re.search(rf"(?m)^FAIL  {what}", done.stdout), done.stdout

@@ -42,7 +42,8 @@ class Job:
     def __init__(
         self, slurm, folder, *words, hooks=(), stand_in=False, changes=(), **env
     ):
-        self.slurm, self.folder = slurm, folder
+        self.slurm = slurm
+        self.folder = folder
         plant(VARIANT, folder, hooks=hooks)
         script = Path(shutil.copy(ROOT / SCRIPT, folder))
         edit(script, *changes)
@@ -50,13 +51,15 @@ class Job:
         if stand_in:
             path = folder / "bin"
             path.mkdir()
-            (path / "torchrun").write_text(STAND_IN)
-            (path / "torchrun").chmod(0o755)
+            torchrun = path / "torchrun"
+            torchrun.write_text(STAND_IN)
+            torchrun.chmod(0o755)
         env |= {"PATH": f"{path}:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
         settings = [f"{name}={value}" for name, value in env.items()]
         words = [script if word == SCRIPT else word for word in words]
         submit = ["sbatch", "--parsable", f"--chdir={folder}", *words]
-        self.number = slurm.run("env", *settings, *submit).strip()
+        number = slurm.run("env", *settings, *submit)
+        self.number = number.strip()
 
     @property
     def output(self):
@@ -123,25 +126,36 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
     assert "preempted after 1024 samples of the epoch" in job.output
     assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1024
     facts = job.end()
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output
+    assert facts["JobState"] == "COMPLETED", job.output
+    assert facts["Restarts"] == "1"
     assert "2 of 5 epochs are finished in run7.pt" in job.output
     # One process per GPU, and one of all prints.
     assert "2 x cpu, batch 32 each: effective batch 64" in job.output
     assert job.output.count("\nepoch 5/5 ") == 1
     assert not (tmp_path / "run7.pt.preempted").exists()
-    undisturbed = runs(VARIANT)[0] / "snapshot.pt"
-    assert same_bits(load(tmp_path / "run7.pt"), load(undisturbed))
+    folder, _ = runs(VARIANT)
+    undisturbed = load(folder / "snapshot.pt")
+    assert same_bits(load(tmp_path / "run7.pt"), undisturbed)
 
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):
     """Without a GPU there are two processes per node."""
-    fault = {"hooks": ["faults:in_step_80"], "IN_STEP_80": "raise"}
     no_restarts = ("--max-restarts=3", "--max-restarts=0")
-    job = Job(slurm, tmp_path, SCRIPT, 5, 2, changes=[no_restarts], **fault)
+    job = Job(
+        slurm,
+        tmp_path,
+        SCRIPT,
+        5,
+        2,
+        hooks=["faults:in_step_80"],
+        changes=[no_restarts],
+        IN_STEP_80="raise",
+    )
     facts = job.end()
     assert "4 x cpu, batch 32 each: effective batch 128" in job.output
     assert "ValueError: planted" in job.output
-    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
+    assert facts["JobState"] == "FAILED"
+    assert facts["ExitCode"] == "1:0"
     assert facts["Restarts"] == "0"
     assert not (tmp_path / "multinode.pt.preempted").exists()
 
@@ -156,19 +170,21 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     """
     pretend = ("'ProctrackType.*cgroup'", "ProctrackType")
     line = "export SNAPSHOT=$SLURM_JOB_NAME.pt\n"
-    path = line, f"export PATH={tmp_path}/bin:$PATH\n{line}"
+    path = (line, f"export PATH={tmp_path}/bin:$PATH\n{line}")
     words = ["--export=NONE", "--gpus-per-node=2", SCRIPT, 50, 10]
     job = Job(slurm, tmp_path, *words, stand_in=True, changes=[pretend, path])
     job.wait_for("torchrun(.|\n)*torchrun")
-    lines = [line for line in job.output.splitlines() if "torchrun" in line]
-    (flags,) = {line for line in lines if "is_host=1" in line}
+    (flags,) = {*re.findall(".*torchrun.*is_host=1.*", job.output)}
     assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
     assert f"--rdzv-id={job.number}.0 " in flags
     assert " --rdzv-conf=is_host=1,read_timeout=600 " in flags
     assert flags.endswith("variants.preemptible 50 10 --snapshot-path=multinode.pt")
     for node in slurm.nodes:
-        lines = node.processes().items()
-        (first,) = [pid for pid, line in lines if re.match(r"\S*bash -c\s+told", line)]
+        (first,) = [
+            pid
+            for pid, line in node.processes().items()
+            if re.match(r"\S*bash -c\s+told", line)
+        ]
         os.kill(first, signal.SIGTERM)
     job.wait_for_requeue()
     job.wait_for(rf"--rdzv-id={job.number}\.1 ")
@@ -184,7 +200,8 @@ def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_p
     assert second.facts["JobState"] == "PENDING"
     for job in (first, second):  # and cancelled, they stay cancelled
         facts = job.cancel()
-        assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+        assert facts["JobState"] == "CANCELLED"
+        assert facts["Restarts"] == "0"
 
 
 def test_shortly_before_its_time_limit_it_is_requeued(slurm, tmp_path):
@@ -204,7 +221,7 @@ def test_a_node_loses_its_power_and_the_job_goes_on_with_the_other(tmp_path):
         job.wait_for("epoch 2 saved")
         slurm.nodes[1].unplug()
         job.wait_for_requeue()
-        before = int(re.findall(r"epoch (\d+) saved", job.output)[-1])
-        job.wait_for(f"{before} of {10**6} epochs are finished")
+        *_, saved = re.findall(r"epoch (\d+) saved", job.output)
+        job.wait_for(f"{saved} of {10**6} epochs are finished")
         assert "1 x cpu, batch 32 each: effective batch 32" in job.output
-        job.wait_for(f"epoch {before + 1} saved")
+        job.wait_for(f"epoch {int(saved) + 1} saved")

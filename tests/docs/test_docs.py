@@ -9,7 +9,7 @@ import pytest
 from tools.files import copy_tree
 from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
-from tools.site.pages import GROUPS, TEST, page_names, parse
+from tools.site.pages import READING_ORDER, TEST, page_names, parse
 
 PAGES = page_names()
 MORE_PAGES = ["tests/README.md", "benchmarks/README.md"]
@@ -22,30 +22,37 @@ def text_of(page):
 @pytest.mark.text
 def test_a_page_has_each_command_of_a_docstring():
     """tools.site.build then runs it, unless the page says why not."""
-    pages = [parse(page) for page in PAGES]
-    listed = [text for page in pages for _, text, _ in page.commands]
-    listed += [x.text for page in pages for x in page.blocks if x.kind == "run"]
-    listed = {" ".join(re.sub("[\"']|#.*", "", text).split()) for text in listed}
-    names = {*PARENTS, *(str(x.relative_to(ROOT)) for x in ROOT.glob("mingpt/*.py"))}
-    typed = {" ".join(" ".join(x).split()) for name in names for x in commands(name)}
-    assert not typed - listed
+    listed = []
+    for page in map(parse, PAGES):
+        listed += [text for _, text, _ in page.commands]
+        listed += [block.text for block in page.blocks if block.kind == "run"]
+    # Without quotes and comments: so are a docstring's words.
+    listed = [re.sub("[\"']|#.*", "", text).split() for text in listed]
+    mingpt = [str(path.relative_to(ROOT)) for path in ROOT.glob("mingpt/*.py")]
+    for name in [*PARENTS, *mingpt]:
+        for words in commands(name):
+            assert " ".join(words).split() in listed, words
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("name", [x for x in PARENTS if "/" in x])
+@pytest.mark.parametrize("name", [name for name in PARENTS if "/" in name])
 def test_an_option_that_a_variant_adds_is_tried(name):
     """By the tests of all scripts, if its docstring's command has it, or by its own."""
-    add = r'add_argument\(\s*"(--[\w-]+)"'
-    mine, parents = (set(re.findall(add, text_of(x))) for x in (name, PARENTS[name]))
     tried = f"{commands(name)} {text_of(own_tests(name))}"
-    assert not [option for option in mine - parents if option not in tried]
+    for option in options_of(name) - options_of(PARENTS[name]):
+        assert option in tried
+
+
+def options_of(name):
+    """The options that a script adds to the command line."""
+    return {*re.findall(r'add_argument\(\s*"(--[\w-]+)"', text_of(name))}
 
 
 @pytest.mark.text
 def test_chapter_1_quotes_the_script():
     """Each of its fences of python is a stretch of the script, or a file to run."""
     text = text_of("docs/1_single_gpu.md")
-    quotes = re.findall(r"(?<!-->\n)```python\n(.*?)```", text, re.S)
+    quotes = re.findall(r"(?s)(?<!-->\n)```python\n(.*?)```", text)
     assert len(quotes) > 5
     for quote in quotes:
         assert quote in text_of("single_gpu.py"), f"single_gpu.py has no:\n{quote}"
@@ -53,18 +60,22 @@ def test_chapter_1_quotes_the_script():
 
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
 def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    here = ROOT / page
+    text = re.sub(r"(?ms)^```.*?^```", "", text_of(page))
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("https://"):
             continue
-        if workflow := re.fullmatch(r"../../actions/workflows/(\w+\.yml).*", target):
-            assert (ROOT / ".github/workflows" / workflow[1]).exists()  # a code host's
+        # An address of a code host
+        workflow = re.fullmatch(r"../../actions/workflows/(\w+\.yml).*", target)
+        if workflow:
+            assert (ROOT / ".github/workflows" / workflow[1]).exists()
             continue
-        path, _, anchor = target.partition("#")
-        path = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        name, _, anchor = target.partition("#")
+        path = (here.parent / name).resolve() if name else here
         assert path.exists(), target
         if anchor:
-            anchors = [x[2] for x in parse(str(path.relative_to(ROOT))).headings]
+            headings = parse(str(path.relative_to(ROOT))).headings
+            anchors = [anchor_there for _, _, anchor_there in headings]
             assert anchor in anchors, target
 
 
@@ -82,14 +93,16 @@ def test_which_one_names_every_script():
     shown = {*re.findall(r"(?<=>)\w+\.py(?=</text>)", picture)}
     assert asked == {*SCRIPTS, "variants/train_loop.py"}
     assert shown == {Path(name).name for name in asked}
-    stems = [Path(name).stem for name in asked if "/" in name]
-    assert not [x for x in stems if not re.search(rf"variants.{x} |\[{x}.py", below)]
+    for name in asked:
+        stem = Path(name).stem
+        if "/" in name:
+            assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
 
 
 def test_every_page_is_in_one_group():
     """The contents, and the site's sidebar, are made from these."""
-    listed = [f"docs/{name}.md" for names in GROUPS.values() for name in names]
-    assert sorted(listed) == [x for x in PAGES if x.startswith("docs/")]
+    listed = sorted(f"docs/{name}.md" for name in READING_ORDER)
+    assert listed == [page for page in PAGES if page.startswith("docs/")]
 
 
 # The tool. What must fail is put into a copy of the repository.
@@ -127,9 +140,11 @@ NOT_FRESH = {
 @pytest.mark.parametrize("fault", NOT_FRESH)
 def test_it_finds(copy, fault):
     name, old, new = NOT_FRESH[fault]
-    text = (copy / name).read_text()
-    (copy / name).write_text(text.replace(old, new, 1))
-    assert text != (copy / name).read_text()
+    path = copy / name
+    text = path.read_text()
+    changed = text.replace(old, new, 1)
+    assert changed != text
+    path.write_text(changed)
     status, message = build(copy, "--check", "--diffs")
     assert status in (1, 2)
     assert re.match(r"(build.py: error: )?[\w./]+:\d+: ", message)
@@ -159,14 +174,15 @@ def test_output_and_commands(copy, case):
     (copy / "docs/page.md").write_text(f"# Page\n\n{text}")
     env = {"DOCS_TIMEOUT_S": 1} if SLEEP in text else {}
     status, message = build(copy, "--check", "--only", "page", **env)
-    assert (status, words in message) == (expected, True), message
+    assert status == expected, message
+    assert words in message
 
 
 def test_the_patches_of_the_pages_apply():
     """As they stand, to the scripts that the pages are about."""
-    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    text = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
     fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
-    patches = re.findall(fences, "".join(texts))
+    patches = re.findall(fences, text)
     assert len(patches) > 5
     words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
     for patch in patches:

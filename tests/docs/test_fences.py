@@ -16,23 +16,25 @@ from tools.scripts import ROOT
 
 def fence(page, text):
     """The Python code of a page that has this text in it."""
-    fences = re.findall("```python\n(.*?)```", (ROOT / page).read_text(), re.S)
-    (code,) = [x for x in fences if text in x]
+    fences = re.findall("(?s)```python\n(.*?)```", (ROOT / page).read_text())
+    (code,) = [fence for fence in fences if text in fence]
     return textwrap.dedent(code)
-
-
-ADAPT = "docs/adapt_your_script.md"
 
 
 def test_no_two_ranks_or_epochs_draw_the_same():
     """From the random numbers of each of the three libraries."""
-    seeds = fence(ADAPT, "numpy.random.seed(seed)")
-    names = {"args": argparse.Namespace(seed=1), "world_size": 4}
-    names |= {"random": random, "numpy": numpy, "torch": torch}
+    seeds = fence("docs/adapt_your_script.md", "numpy.random.seed(seed)")
+    names = {
+        "args": argparse.Namespace(seed=1),
+        "world_size": 4,
+        "random": random,
+        "numpy": numpy,
+        "torch": torch,
+    }
     drawn = []
     for epoch, rank in itertools.product(range(3), range(4)):
         exec(seeds, names | {"epoch": epoch, "rank": rank})
-        drawn += random.random(), numpy.random.rand(), torch.rand(()).item()
+        drawn += [random.random(), numpy.random.rand(), torch.rand(()).item()]
     assert len(set(drawn)) == 3 * 4 * 3
 
 

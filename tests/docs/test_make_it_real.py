@@ -26,9 +26,8 @@ TASK = '''def load_train_objs():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss_fn = torch.nn.CrossEntropyLoss(WEIGHT, reduction="REDUCTION")
     return *sets, model, loss_fn, optimizer
-
-
 '''
+PAGE = ROOT / "docs/make_it_real.md"
 CASES = {
     "class weights": ("torch.tensor([1.0, 20.0])", 0),
     "ignored targets": ("torch.ones(2)", 0.3),
@@ -37,17 +36,17 @@ CASES = {
 
 def with_the_lines_of_the_page(text):
     """multigpu.py whose loss divides by the weights of all ranks."""
-    page = (ROOT / "docs/make_it_real.md").read_text()
-    fences = re.findall(r"```python\n(.*?)```", page, re.S)
-    (steps,) = [x for x in fences if "def _run_batch" in x]
-    (tests,) = [x for x in fences if "self.weigh(targets)])" in x]
-    steps = textwrap.indent(steps, "    ")
-    text = text.replace(inspect.getsource(multigpu.Trainer._run_batch), steps)
-    old = inspect.getsource(multigpu.Trainer._evaluate)
-    head, _, rest = old.partition("        loss_sum = ")
-    loop = re.search(r"        for source.*?output = .*?\n", rest, re.S)[0]
-    first, _, last = tests.partition("        ...\n")
-    return text.replace(old, head + first + loop + last)
+    fences = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text())
+    (steps,) = [fence for fence in fences if "def _run_batch" in fence]
+    (tests,) = [fence for fence in fences if "self.weigh(targets)])" in fence]
+    run_batch = inspect.getsource(multigpu.Trainer._run_batch)
+    text = text.replace(run_batch, textwrap.indent(steps, "    "))
+    # Three dots on the page stand for the loop's head.
+    evaluate = inspect.getsource(multigpu.Trainer._evaluate)
+    head, _, rest = evaluate.partition("        loss_sum = ")
+    loop = re.search(r"(?s)        for source.*?output = .*?\n", rest)[0]
+    tests = tests.replace("        ...\n", loop)
+    return text.replace(evaluate, head + tests)
 
 
 @pytest.mark.waits
@@ -55,33 +54,37 @@ def with_the_lines_of_the_page(text):
 def test_a_weighted_mean_on_several_processes(case, tmp_path):
     """With the page's lines as on one process. Without them, another training."""
     weight, ignored = CASES[case]
-    losses, weights = {}, {}
+    task = TASK.replace("WEIGHT", weight).replace("IGNORED", str(ignored))
+    losses = {}  # {whether the lines are there: [loss on 1, 2 and 4 processes]}
+    weights = {}
     for cured in (True, False):
         script = plant("multigpu.py", tmp_path / f"cured_{cured}")
         text = script.read_text()
         if cured:
             text = with_the_lines_of_the_page(text)
-        task = TASK.replace("WEIGHT", weight).replace("IGNORED", str(ignored))
-        task = task.replace("REDUCTION", "sum" if cured else "mean")
-        text = text.replace(inspect.getsource(multigpu.load_train_objs) + "\n\n", task)
+        reduction = "sum" if cured else "mean"
+        load_train_objs = inspect.getsource(multigpu.load_train_objs)
+        text = text.replace(load_train_objs, task.replace("REDUCTION", reduction))
         script.write_text(text)
+        losses[cured] = []
+        weights[cured] = []
         for nprocs in (1, 2, 4):
             cwd = tmp_path / f"{cured}_{nprocs}"
             cwd.mkdir()
             size = ("--batch-size", 64 // nprocs)
             done = train(script, 3, 3, *size, cwd=cwd, nprocs=nprocs)
             *_, loss = re.findall(r"held-out loss (\S+)", done.stdout)
-            losses[cured, nprocs] = float(loss)
-            weights[cured, nprocs] = load(cwd / "snapshot.pt")["MODEL_STATE"]["weight"]
-    for cured, nprocs in losses:
-        if nprocs > 1:
-            apart = (weights[cured, nprocs] - weights[cured, 1]).abs().max()
+            losses[cured].append(float(loss))
+            state = load(cwd / "snapshot.pt")["MODEL_STATE"]
+            weights[cured].append(state["weight"])
+        for i in (1, 2):  # with the result on one process
+            apart = (weights[cured][i] - weights[cured][0]).abs().max()
             assert (apart < 1e-6) == cured
-            assert (abs(losses[cured, nprocs] - losses[cured, 1]) < 2e-6) == cured
-    assert torch.equal(weights[True, 1], weights[False, 1])
-    assert abs(losses[True, 1] - losses[False, 1]) > 1e-4, "of the same weights"
+            loss_apart = abs(losses[cured][i] - losses[cured][0])
+            assert (loss_apart < 2e-6) == cured
+    assert torch.equal(weights[True][0], weights[False][0])
+    assert abs(losses[True][0] - losses[False][0]) > 1e-4, "of the same weights"
     if case == "class weights":
-        row = "| {:.4f} | {:.4f} | {:.4f} |".format
-        page = (ROOT / "docs/make_it_real.md").read_text()
-        for cured in (True, False):
-            assert row(*[losses[cured, n] for n in (1, 2, 4)]) in page
+        for row in losses.values():
+            cells = " | ".join(f"{loss:.4f}" for loss in row)
+            assert f"| {cells} |" in PAGE.read_text()

@@ -1,10 +1,8 @@
 """The figure of docs/predict.md: its JavaScript says what cluster/predict.py says."""
 
 import json
-import math
 import random
 import re
-from itertools import chain
 
 import pytest
 
@@ -14,9 +12,14 @@ from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits  # for a browser
 
-USUAL = {"parameters": 1.3e9, "step-ms": 640, "memory-gb": 40}
-USUAL |= {"machines": 8, "gpus": 8, "gbit": 100}
-ON_TOP = "activations come on top"
+USUAL = {
+    "parameters": 1.3e9,
+    "step-ms": 640,
+    "memory-gb": 40,
+    "machines": 8,
+    "gpus": 8,
+    "gbit": 100,
+}
 LOOK = """([v, width]) => {
     const [svg, words] = draw(v, width);
     return JSON.stringify({ ...predict(v), svg, words });
@@ -24,54 +27,83 @@ LOOK = """([v, width]) => {
 
 
 def inputs(count):
+    """Random values, of which most are spread evenly over powers of ten."""
     chance = random.Random(0)
     for _ in range(count):
-        powers = [chance.uniform(*x) for x in ((6, 11), (0, 4), (0, 3.6), (-1, 3.5))]
-        parameters, ms, machines, gbit = (10**x for x in powers)
-        values = round(parameters), ms, chance.randint(8, 288), int(machines)
-        yield dict(zip(USUAL, (*values, chance.randint(1, 16), gbit), strict=True))
+        parameters = 10 ** chance.uniform(6, 11)
+        step_ms = 10 ** chance.uniform(0, 4)
+        machines = 10 ** chance.uniform(0, 3.6)
+        gbit = 10 ** chance.uniform(-1, 3.5)
+        yield {
+            "parameters": round(parameters),
+            "step-ms": step_ms,
+            "memory-gb": chance.randint(8, 288),
+            "machines": int(machines),
+            "gpus": chance.randint(1, 16),
+            "gbit": gbit,
+        }
 
 
 def same(some, others):
-    return all(
-        math.isclose(x, y, rel_tol=1e-9) for x, y in zip(some, others, strict=True)
-    )
+    """Whether numbers are equal but for rounding."""
+    return some == pytest.approx(others, rel=1e-9, abs=0)
 
 
 def test_it_says_what_predict_says(visit):
     """On 200 random inputs: each bucket, the step of each way, its limit, memory."""
     table = (ROOT / "docs/7_sharding.md").read_text()  # of bytes for a parameter
-    row = r"^\| (DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
-    formulas = re.findall(row, table, re.M)
+    row = r"(?m)^\| (DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
+    formulas = re.findall(row, table)
     assert len(formulas) == 4
-    tab, limits = visit("predict.html"), set()
-    for v in [USUAL, *inputs(200)]:
-        parameters, ms, _, nodes, gpus, gbit = v.values()
+    tab = visit("predict.html")
+    limits = set()
+    for values in [USUAL, *inputs(200)]:
+        parameters, ms, _, nodes, gpus, gbit = values.values()
         size = 4 * parameters
-        job = Job(ms / 1e3, 2 / 3, size, size, 24, 1, 25 * 2**20)
-        cluster = Cluster(gpus, gbit * 1e9 / 8, 450e9, 1e-5, 0, None)
-        shown = json.loads(tab.evaluate(LOOK, [v, 720]))
+        job = Job(
+            compute=ms / 1e3,
+            backward=2 / 3,
+            gradients=size,
+            weights=size,
+            layers=24,
+            accumulate=1,
+            bucket=25 * 2**20,
+        )
+        cluster = Cluster(
+            gpus=gpus,
+            link=gbit * 1e9 / 8,
+            inside=450e9,
+            latency=1e-5,
+            jitter=0,
+            algorithm=None,
+        )
+        shown = json.loads(tab.evaluate(LOOK, [values, 720]))
         sent = buckets(job, job.compute * job.backward, nodes, cluster)
-        assert same(*map(chain.from_iterable, (shown["sent"], sent))), v
-        for way, (*numbers, limit) in shown["ways"].items():
+        for bucket, expected in zip(shown["sent"], sent, strict=True):
+            assert same(bucket, expected), values
+        for way, (seconds, efficiency, limit) in shown["ways"].items():
             step = predict(way.lower(), job, nodes, cluster)
-            efficiency, expected = judge(step)
-            assert same(numbers, [sum(step), efficiency]) and limit == expected, v
+            expected_efficiency, expected_limit = judge(step)
+            assert same([seconds, efficiency], [sum(step), expected_efficiency]), values
+            assert limit == expected_limit, values
             limits.add(limit)
-        names = {"W": nodes * gpus, "S": gpus}
-        held = {x: eval(y, names.copy()) * parameters / 1e9 for x, y in formulas}
-        assert [x for x, _ in shown["memory"]] == [*held]
-        assert same([sum(x) for _, x in shown["memory"]], held.values()), v
+        for (way, formula), memory in zip(formulas, shown["memory"], strict=True):
+            way_shown, parts = memory
+            assert way_shown == way
+            held = eval(formula, {"W": nodes * gpus, "S": gpus}) * parameters / 1e9
+            assert same(sum(parts), held), values
     assert limits == {"compute", "latency", "bandwidth"}
 
 
 def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
     """For readers without JavaScript, and for code hosts."""
     shown = json.loads(visit("predict.html").evaluate(LOOK, [USUAL, 720]))
-    css = (ROOT / "tools/site/static/one_step.css").read_text().split("\n\n")[0]
+    css = (ROOT / "tools/site/static/one_step.css").read_text()
+    css, _, _ = css.partition("\n\n")
     svg = shown["svg"].replace(">", f"><style>\n{css}\n</style>", 1) + "\n"
-    drawn, kept = tmp_path / "one_step.svg", ROOT / "docs/pictures/one_step.svg"
+    drawn = tmp_path / "one_step.svg"
     drawn.write_text(svg)
+    kept = ROOT / "docs/pictures/one_step.svg"
     assert kept.read_text() == svg, f"stale: cp {drawn} {kept}"
     alt = f"![{shown['words']}](pictures/one_step.svg)"
     assert alt in (ROOT / "docs/predict.md").read_text()
@@ -90,7 +122,8 @@ def test_sliders_and_addresses(visit):
     slider.press("End")
     assert slider.get_attribute("aria-valuetext") == "288 GB"
     status = figure.get_by_role("status").text_content()
-    assert status.endswith(f"DDP fits; {ON_TOP}.") and "too large" not in status
+    assert status.endswith("DDP fits; activations come on top.")
+    assert "too large" not in status
     values = "parameters=7e9&step-ms=640&memory-gb=288&machines=8&gpus=8&gbit=400"
     assert tab.url.endswith(f"predict.html#{values}")
     tab.goto(tab.url)

@@ -20,22 +20,27 @@ from tests.helpers.site_fixtures import (
     WIDE,
     check_barriers,
 )
-from tools.site.pages import GROUPS, title
+from tools.site.pages import READING_ORDER, title
 
 pytestmark = pytest.mark.waits  # for a browser
 
 
 def attributes(text, name):
-    return [html.unescape(x) for x in re.findall(rf'<[^>]* {name}="([^"]*)"', text)]
+    values = re.findall(rf'<[^>]* {name}="([^"]*)"', text)
+    return [*map(html.unescape, values)]
 
 
 def test_every_link_leads_somewhere(site):
     """And no id stands twice on a page."""
-    texts = {str(x.relative_to(site)): x.read_text() for x in site.rglob("*.html")}
-    ids = {name: attributes(text, "id") for name, text in texts.items()}
-    known = {name: set(found) for name, found in ids.items()}
+    texts = {}
+    known = {}
+    for path in site.rglob("*.html"):
+        name = str(path.relative_to(site))
+        texts[name] = path.read_text()
+        ids = attributes(texts[name], "id")
+        known[name] = {*ids}
+        assert len(known[name]) == len(ids), name
     for name, text in texts.items():
-        assert len(ids[name]) == len(known[name]), name
         if name == "404.html":  # its links begin at the site's address
             continue
         for link in set(attributes(text, "href")):
@@ -50,9 +55,15 @@ def test_every_link_leads_somewhere(site):
 
 # In a browser
 
-NAMES = [f"{name}.html" for names in GROUPS.values() for name in names]
-KINDS = ["index.html", "2_multigpu.html", PAIR, "side_by_side/index.html"]
-KINDS += [f"source/{NEW}.html", "search.html?q=set_epoch"]
+NAMES = [f"{name}.html" for name in READING_ORDER]
+KINDS = [
+    "index.html",
+    "2_multigpu.html",
+    PAIR,
+    "side_by_side/index.html",
+    f"source/{NEW}.html",
+    "search.html?q=set_epoch",
+]
 
 
 def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, address):
@@ -83,13 +94,13 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
 def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
     """Under its diff."""
     tab = visit("index.html", viewport=viewport)
-    found = (
-        tab.locator(f".mistake {x}").first for x in ("pre", ".right b", ".wrong b")
-    )
-    diff, *numbers = found
-    y, other = (x.bounding_box()["y"] for x in numbers)
-    assert diff.bounding_box()["y"] < y == other < viewport["height"] - 30
-    assert numbers[0].inner_text() != numbers[1].inner_text()
+    diff = tab.locator(".mistake pre").first
+    right = tab.locator(".mistake .right b").first
+    wrong = tab.locator(".mistake .wrong b").first
+    y = right.bounding_box()["y"]
+    assert y == wrong.bounding_box()["y"]
+    assert diff.bounding_box()["y"] < y < viewport["height"] - 30
+    assert right.inner_text() != wrong.inner_text()
 
 
 def test_search_finds_what_chapters_say_and_show(visit):
@@ -99,7 +110,8 @@ def test_search_finds_what_chapters_say_and_show(visit):
         field = tab.locator("[name=q]:visible")
         field.fill("set_epoch")
         field.press("Enter")
-        tab.locator("#search-results a", has_text=title("2_multigpu")).first.click()
+        found = tab.locator("#search-results a", has_text=title("2_multigpu"))
+        found.first.click()
         tab.wait_for_function("scrollY > 0")
         box = tab.locator("article .highlighted").first.bounding_box()
         assert 0 < box["y"] < WIDE["height"], "the word is in sight"

@@ -28,20 +28,27 @@ def tables(*words):
     done = Program(["python", "-m", *words], ROOT).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
-    rows = re.findall(f"^(.*?\\S){3 * cell}", done.stdout, re.M)
-    numbers = {name: [float(x.replace(",", "")) for x in row] for name, *row in rows}
+    rows = re.findall(f"(?m)^(.*?\\S){3 * cell}", done.stdout)
+    numbers = {}
+    for name, *row in rows:
+        numbers[name] = [float(number.replace(",", "")) for number in row]
     return done.stdout, numbers
 
 
 @needs_networks
 def test_a_variant_is_measured_beside_its_parent():
-    name = "variants/gradient_accumulation.py"
-    options = name, "--steps", 2, "--batch-size", 32, "--rounds", 1
-    text, found = tables("benchmarks.variants", *options)
+    text, found = tables(
+        "benchmarks.variants",
+        "variants/gradient_accumulation.py",
+        "--steps=2",
+        "--batch-size=32",
+        "--rounds=1",
+    )
     losses = re.search(r"loss (\S+) of the parent, (\S+) of the variant", text)
     assert float(losses[1]) == pytest.approx(float(losses[2]), abs=2e-6)
-    _, _, sent = found["parent"]
-    assert found["variant"][2] == pytest.approx(sent, rel=0.05), "as many bytes"
+    _, _, sent_by_parent = found["parent"]
+    _, _, sent = found["variant"]
+    assert sent == pytest.approx(sent_by_parent, rel=0.05), "as many bytes"
 
 
 @needs_networks
@@ -51,28 +58,39 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
     with Hosts(hosts, tmp_path) as found:
         networks = [f"/proc/{host.pid}/ns/net" for host in found]
         three = variants.Edge("multigpu.py", tmp_path / "edge", networks, "cpu", 3)
+        # Two steps, in which each of three ranks takes 8 samples
         figures = three.run("multigpu.py", 2 * 3 * 8, 8)
-    ring = 2 * 4 * WEIGHTS * 4 / 3  # in two steps
+    bytes_of_gradients = 4 * WEIGHTS
+    ring = 2 * (2 * (3 - 1) / 3 * bytes_of_gradients)  # in two steps
     assert ring < figures["sent_bytes"] < 1.06 * ring
 
 
 @needs_networks
 def test_scaling_is_measured_and_predicted():
-    options = "variants/fsdp.py", "--rounds", 1, "--steps", 2, "--batch-size", 256
-    text, found = tables("benchmarks.scaling", *options)
-    assert found["1 rank"][1] == found["2 devices"][1] == 1
-    assert found["1 rank"][2] > 80, "percent: it waits for nobody"
+    text, found = tables(
+        "benchmarks.scaling",
+        "variants/fsdp.py",
+        "--rounds=1",
+        "--steps=2",
+        "--batch-size=256",
+    )
+    _, efficiency, busy = found["1 rank"]
+    assert efficiency == found["2 devices"][1] == 1
+    assert busy > 80, "percent: it waits for nobody"
     assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
     errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", text)
-    assert len(errors) == 3 and all(abs(int(x)) <= 25 for x in errors)
+    assert len(errors) == 3
+    assert max(abs(int(percent)) for percent in errors) <= 25
 
 
 @needs_networks
 def test_diloco_sends_less(tmp_path):
     """An outer step sends what DDP sends in each of its steps."""
-    steps = [f"--{name}={diloco.LOCAL_STEPS * 2}" for name in ("steps", "eval-every")]
+    steps = diloco.LOCAL_STEPS * 2
+    options = (f"--steps={steps}", f"--eval-every={steps}")
     with Hosts(2, tmp_path) as hosts:
-        (ddp,), (ours,) = (diloco.run(hosts, *steps, *x) for x in ([], ["--outer"]))
+        (ddp,) = diloco.run(hosts, *options)
+        (ours,) = diloco.run(hosts, *options, "--outer")
     assert ours.windows == ddp.windows
     assert ddp.sent / ours.sent == pytest.approx(diloco.LOCAL_STEPS, rel=0.1)
     assert ours.loss < 4, "it learns: a guess has more than 4.5"
@@ -84,12 +102,20 @@ def test_diloco_sends_less(tmp_path):
 def test_versions_train_the_same(tmp_path):
     pytest.importorskip("transformers", reason="it is what is compared with")
     data.prepare(cache=str(tmp_path / "tokens"))
-    of_a = {"preset": "nano", "batch_size": 12, "vocab_size": None}
-    how = {"device": "cpu", "threads": 1, "rounds": 2, "steps": 2, "folder": tmp_path}
-    kinds = "plain loop", "transformers", "mingpt"
+    args = Namespace(
+        preset="nano",
+        batch_size=12,
+        vocab_size=None,
+        device="cpu",
+        threads=1,
+        rounds=2,
+        steps=2,
+        folder=tmp_path,
+    )
+    kinds = ("plain loop", "transformers", "mingpt")
     # Compiling takes longer than all else here.
     versions = {kind: gpt.Version(kind, "fp32", False) for kind in kinds}
-    turns = gpt.race(versions, Namespace(**how, **of_a))
+    turns = gpt.race(versions, args)
     for theirs, hugging_face, ours in zip(*turns.values(), strict=True):
         assert theirs.loss == pytest.approx(ours.loss, abs=1e-5)
         assert theirs.loss == pytest.approx(hugging_face.loss, abs=1e-5)
@@ -101,17 +127,20 @@ def test_versions_train_the_same(tmp_path):
 
 @in_a_fork
 def test_flops_are_those_that_pytorch_counts():
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100}
-    model, idx = GPT(GPTConfig(**sizes, block_size=16)), torch.zeros(3, 16).long()
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=16)
+    model = GPT(config)
+    idx = torch.zeros(3, 16).long()
     # Of the other kernels for attention, it does not count all.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        model(idx, idx)[1].backward()
+        _, loss = model(idx, idx)
+        loss.backward()
     assert gpt.flops_per_token(model) * idx.numel() == counted.get_total_flops()
 
 
 ABLATION = """
 from benchmarks import ablation
-(results := ablation.Results()).read()
+results = ablation.Results()
+results.read()
 run = ablation.Run("modern.py", 0, results.rate("modern.py"), ablation.STEPS)
 print(ablation.measure(ablation.variants()["modern.py"], run), results.loss[run])
 """

@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.waits, needs_hosts]
 
 def test_a_host_is_killed_and_started_again(tmp_path):
     """It runs the command again; what comes then is in its folder already."""
-    script = "[ -e twice ] && echo again && exit 3; touch twice; echo up; sleep 1000"
-    script = f"[ $(hostname) = node1 ] || exit 0; {script}"
-    when = "--when", "up", "kill node1", "--when", "up", "start node1"
-    words = ["python", "-W", "ignore", "-m", "tools.run.hosts", "2", *when]
+    script = "[ $(hostname) = node1 ] || exit 0; "
+    script += "[ -e twice ] && echo again && exit 3; touch twice; echo up; sleep 1000"
+    words = ["python", "-W", "ignore", "-m", "tools.run.hosts", "2"]
+    words += ["--when", "up", "kill node1", "--when", "up", "start node1"]
     words += ["--", "sh", "-c", script]
     done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     lines = ["node1: up", "-- kill node1", "-- start node1", "node1: again"]
@@ -38,15 +38,14 @@ def chaos(*args):
 
 def test_twenty_kills_of_a_worker_cost_twenty_restarts():
     """Also while it starts or saves; each ends in the next attempt, and none hangs."""
-    args = "--kills", "20", "--only", "worker", "--hosts", "1", "--nproc-per-node", "2"
-    out = chaos(*args)
+    out = chaos("--kills=20", "--only=worker", "--hosts=1", "--nproc-per-node=2")
     assert "torchrun's last restart count: 20\n" in out
     found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", out)
     assert found[1] == found[2]
 
 
 def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
-    out = chaos("--kills", "3", "--seed", "7")
+    out = chaos("--kills=3", "--seed=7")
     assert "kills: 3 (1 workers, 1 agents, 1 hosts)" in out
     assert re.search(r"while a snapshot was written: [1-3];", out)
     twice = re.search(r"steps done twice: \d+ in all, at most (\d+)", out)

@@ -1,6 +1,7 @@
 """Mutants take out what they should, and the proof that uses them can fail."""
 
 import re
+import shutil
 
 import pytest
 
@@ -37,9 +38,11 @@ MADE = [  # the kind, lines of the parent's, of the child's, and what is made of
 
 @pytest.mark.parametrize(("kind", "parent", "child", "made"), MADE)
 def test_a_statement_a_header_or_an_argument_is_taken_out(kind, parent, child, made):
-    found = mutants(block(parent), block(child))
-    found = [meaning(x.text) for x in found if x.kind == kind]
-    assert {meaning(block(x)) for x in made} <= {*found}
+    all_found = mutants(block(parent), block(child))
+    found = [meaning(mutant.text) for mutant in all_found if mutant.kind == kind]
+    expected = {meaning(block(text)) for text in made}
+    assert expected <= {*found}
+    # Of statements there are more: the lines inside of a block, one by one.
     assert kind == "statement" or len(found) == len(made)
 
 
@@ -49,15 +52,19 @@ def test_a_statement_a_header_or_an_argument_is_taken_out(kind, parent, child, m
 @pytest.mark.parametrize(("parent", "child"), ALL_EDGES)
 def test_every_added_line_is_taken_out_once(parent, child):
     """Not counting docstrings, comments and parentheses. No mutant is another one."""
-    before, after = ((ROOT / name).read_text() for name in (parent, child))
-    made = [x.text for x in mutants(before, after)]
-    meanings = {meaning(text) for text in made}
+    before = (ROOT / parent).read_text()
+    after = (ROOT / child).read_text()
+    made = [mutant.text for mutant in mutants(before, after)]
+    meanings = {*map(meaning, made)}
     assert len(meanings - {None, meaning(after)}) == len(made) > 0
-    code = re.sub('""".*?"""', "", after, flags=re.S).splitlines()
-    for line in {line for hunk in hunks(parent, child) for line in hunk.added}:
-        old, new = (text.splitlines().count(line) for text in (before, after))
-        if new > old and line in code and re.match(r" *[^# ]*\w", line):
-            assert [x for x in made if x.splitlines().count(line) < new], line
+    code = re.sub('(?s)""".*?"""', "", after).splitlines()
+    for hunk in hunks(parent, child):
+        for line in hunk.added:
+            count = after.splitlines().count(line)
+            is_new = count > before.splitlines().count(line)
+            if is_new and line in code and re.match(r" *[^# ]*\w", line):
+                counts = [text.splitlines().count(line) for text in made]
+                assert min(counts) < count, line
 
 
 # The proof, on a tree with faults
@@ -119,11 +126,11 @@ def planted(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("planted")
     copy_tree(folder)
-    seam = "    def train(self, total_epochs):\n"
-    lines = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
-    lines[0] = "planted_useless = dict(planted_unused=total_epochs)"
-    planted = "".join(f"        {line}\n" for line in lines)
-    edit(folder / "multigpu.py", (seam, f"{seam}{planted}"))
+    added = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
+    added[0] = "planted_useless = dict(planted_unused=total_epochs)"
+    method = "    def train(self, total_epochs):"
+    changed = "\n        ".join([method, *added])
+    edit(folder / "multigpu.py", (method, changed))
     edit(folder / "tests/conftest.py", ("# Runs\n", f"{CONFTEST}# Runs\n"))
     for page in folder.glob("**/*.md"):
         page.unlink()
@@ -133,24 +140,18 @@ def planted(tmp_path_factory):
     return folder
 
 
-def prove(root, only):
-    """(exit status, its lines about mutants, all its output) for what has `only`."""
-    words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
-    done = Program([*words, "--only", only], root).finish()
-    assert not done.stderr
-    # Those that are bad are printed at once, and again at the end.
-    lines = {x for x in done.stdout.splitlines() if re.match(r"multigpu.py:\d", x)}
-    return done.returncode, lines, done.stdout
-
-
 def test_only_a_test_that_ran_and_failed_kills_a_mutant(planted):
     """A hang, a fixture, a file or a pytest that fails is no verdict."""
-    status, lines, _ = prove(planted, "planted_")
-    assert len(lines) == len(VERDICTS)
+    words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
+    done = Program([*words, "--only", "planted_"], planted).finish()
+    assert not done.stderr
+    # Those that are bad are printed at once, and again at the end.
+    printed = {*re.findall(r"(?m)^multigpu.py:\d.*", done.stdout)}
+    assert len(printed) == len(VERDICTS)
     for what, verdict in VERDICTS.items():
-        (line,) = [x for x in lines if f" {what}" in x]
+        (line,) = [line for line in printed if f" {what}" in line]
         assert line.endswith(f" {verdict}")
-    assert status == 1
+    assert done.returncode == 1
 
 
 # What is proven already
@@ -202,24 +203,33 @@ ANOTHER = "tests/test_them.py::test_another"
 EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
 
 
-def keys(root, monkeypatch, test=NAMED):
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder with FILES, in which `lines` reads."""
+    (tmp_path / "tests").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(lines, "ROOT", tmp_path)
+    return tmp_path
+
+
+def keys(tree, test=NAMED):
     """{line: the key of the mutant there} of script.py, which adds all lines."""
-    monkeypatch.setattr(lines, "ROOT", root)
     lines.code_of.cache_clear()
-    text = (root / "script.py").read_text()
-    made = [x for x in mutants(EMPTY, text) if x.kind == "statement"]
-    return {x.line: lines.key_of(text, x, [test]) for x in made}
+    text = (tree / "script.py").read_text()
+    found = {}
+    for mutant in mutants(EMPTY, text):
+        if mutant.kind == "statement":
+            found[mutant.line] = lines.key_of(text, mutant, [test])
+    return found
 
 
 @pytest.mark.parametrize(("name", "old", "new", "changed"), CHANGES)
-def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, changed):
-    (tmp_path / "tests").mkdir()
-    for file, text in FILES.items():
-        (tmp_path / file).write_text(text)
-    before = keys(tmp_path, monkeypatch)
+def test_what_makes_a_mutant_run_again(tree, name, old, new, changed):
+    before = keys(tree)
     assert [*before] == [3, 4, 6]
-    edit(tmp_path / name, (old, new))
-    after = keys(tmp_path, monkeypatch)
+    edit(tree / name, (old, new))
+    after = keys(tree)
     assert [line for line in after if after[line] != before[line]] == changed
 
 
@@ -231,38 +241,31 @@ def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, ch
         ([ANOTHER], "OTHER = 5", "OTHER = 6", False),
     ],
 )
-def test_a_record_holds_as_long_as_its_killer(
-    tmp_path, monkeypatch, named, old, new, holds
-):
-    (tmp_path / "tests").mkdir()
-    for file, text in FILES.items():
-        (tmp_path / file).write_text(text)
-    known = {keys(tmp_path, monkeypatch)[6]: "test_them.py::test_named[1]"}
-    edit(tmp_path / "tests/test_them.py", (old, new))
+def test_a_record_holds_as_long_as_its_killer(tree, named, old, new, holds):
+    known = {keys(tree)[6]: "test_them.py::test_named[1]"}
+    edit(tree / "tests/test_them.py", (old, new))
     lines.code_of.cache_clear()
     text = FILES["script.py"]
-    (mutant,) = [x for x in mutants(EMPTY, text) if x.what == "d = 1"]
+    (mutant,) = [made for made in mutants(EMPTY, text) if made.what == "d = 1"]
     proof = lines.proof_of(text, mutant, named, known)
     assert (proof is not None) == holds
 
 
-def test_a_file_of_tests_may_move(tmp_path, monkeypatch):
-    for folder in ("tests", "tests/moved"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "test_them.py").write_text(FILES["tests/test_them.py"])
-    for file in ("script.py", "utils.py"):
-        (tmp_path / file).write_text(FILES[file])
-    moved = keys(tmp_path, monkeypatch, "tests/moved/test_them.py::test_named")
-    assert moved == keys(tmp_path, monkeypatch)
+def test_a_file_of_tests_may_move(tree):
+    (tree / "tests/moved").mkdir()
+    shutil.copy(tree / "tests/test_them.py", tree / "tests/moved")
+    assert keys(tree, "tests/moved/test_them.py::test_named") == keys(tree)
 
 
 def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(tmp_path, monkeypatch):
     """What survives runs again. What was killed begins with its killer, if told to."""
-    edge = "single_gpu.py", "multigpu.py"
-    tried, survivors, ends_after = [], [], [3]
+    edge = ("single_gpu.py", "multigpu.py")
+    tried = []  # (mutant, the test that it begins with)
+    survivors = []
+    ends_after = [3]  # mutants: then the run is interrupted
 
     def run(child, tasks):
-        for mutant, tests, *killer in tasks:
+        for mutant, tests, killer in tasks:
             result = lines.facts | {"took_s": dict.fromkeys(tests, 1)}
             if mutant:
                 if len(tried) in ends_after:
@@ -286,10 +289,9 @@ def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(tmp_path, monkeyp
     tried.clear()
     survivors.clear()
     assert lines.prove(edge)
-    assert tried == [(found[5], [""])]
+    assert tried == [(found[5], "")]
     assert lines.prove(edge)
     assert len(tried) == 1
     assert lines.prove(edge, full=True)
     assert len(tried) == 1 + len(found)
-    killers = [killer for _, (killer,) in tried[1:]]
-    assert all(killer.startswith("test_") for killer in killers)
+    assert all(killer.startswith("test_") for _, killer in tried[1:])

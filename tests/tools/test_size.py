@@ -12,12 +12,15 @@ def test_nothing_is_too_large():
 
 def test_what_counts(tmp_path):
     """In Python, no comment, and no line of the parent's; on a page, the prose."""
-    parent, child, page = (tmp_path / name for name in ("a.py", "b.py", "c.md"))
-    parent.write_text("one = f(1)  # why\n\ntwo = 2\n")
-    child.write_text(f"# Parent: {parent}\n{parent.read_text()}three = (\n    3\n)\n")
+    parent = tmp_path / "a.py"
+    code = "one = f(1)  # why\n\ntwo = 2\n"
+    parent.write_text(code)
+    child = tmp_path / "b.py"
+    child.write_text(f"# Parent: {parent}\n{code}three = (\n    3\n)\n")
+    page = tmp_path / "c.md"
     page.write_text("Two words.\n\n```sh\nls\n```\n<!-- end -->\nTests: [a](b)\n")
-    assert sum(size.tokens_of(child).values()) == 14
-    assert sum(size.own_tokens(child).values()) == 5
+    assert size.tokens_of(child).total() == 14
+    assert size.own_tokens(child).total() == 5
     assert size.words_of(page) == 2
 
 

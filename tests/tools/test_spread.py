@@ -15,15 +15,17 @@ def test_each_script_below_gets_the_change_or_is_listed(tmp_path):
     copy_tree(tmp_path)
     commands = "git init -q; git add .; git -c user.name=x -c user.email=x commit -qmx"
     subprocess.run(commands, shell=True, check=True, cwd=tmp_path)
-    old, new = "    def train(self, total_epochs):\n", "        print(total_epochs)\n"
-    edit(tmp_path / "multigpu.py", (old, old + new))
-    edit(tmp_path / "variants/diloco.py", (old, old + "        print()\n"))
-    before = (tmp_path / "variants/diloco.py").read_text()
+    method = "    def train(self, total_epochs):\n"
+    longer = f"{method}        print(total_epochs)\n"
+    edit(tmp_path / "multigpu.py", (method, longer))
+    diloco = tmp_path / "variants/diloco.py"
+    edit(diloco, (method, f"{method}        print()\n"))
+    before = diloco.read_text()
     changed, conflicts = spread(tmp_path)
     assert conflicts == ["variants/diloco.py"]
-    assert (tmp_path / "variants/diloco.py").read_text() == before
+    assert diloco.read_text() == before
     assert "single_gpu.py" not in changed
-    for name in "multinode.py", "variants/preemptible.py", "variants/profiled.py":
+    for name in ("multinode.py", "variants/preemptible.py", "variants/profiled.py"):
         assert name in changed
-        assert old + new in (tmp_path / name).read_text()
-    assert spread(tmp_path) == ([], ["variants/diloco.py"])
+        assert longer in (tmp_path / name).read_text()
+    assert spread(tmp_path) == ([], conflicts)

@@ -30,8 +30,10 @@ from tools.run.processes import Done
 from tools.run.results import losses, same_bits
 from tools.scripts import ROOT, ancestry
 
+# What `prepare` replaces
 collect = gc.collect
-init_process_group, TCPStore = dist.init_process_group, dist.TCPStore
+TCPStore = dist.TCPStore
+
 compiled = {}  # {script: its code, and that of its last block}
 
 
@@ -49,15 +51,22 @@ class Ranks:
     """The `world` processes that train together. They also speak through `store`."""
 
     def __init__(self, store, rank, world):
-        self.store, self.rank, self.world, self.calls = store, rank, world, 0
+        self.store = store
+        self.rank = rank
+        self.world = world
+        self.calls = 0
 
     def meet(self):
         """In a new process group."""
         leave()
         self.calls += 1
-        store = dist.PrefixStore(f"group {self.calls}", self.store)
-        who = {"rank": self.rank, "world_size": self.world}
-        init_process_group("gloo", store=store, timeout=timedelta(seconds=60), **who)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"group {self.calls}", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=60),
+        )
 
     def exchange(self, mine):
         """What each rank has given."""
@@ -96,12 +105,14 @@ def prepare(rank):
 def whole(state):
     """A copy of `state`, whose sharded tensors are put together."""
     if isinstance(state, dict):
-        return {name: whole(x) for name, x in state.items()}
+        return {name: whole(part) for name, part in state.items()}
     if isinstance(state, (list, tuple)):
-        return [whole(x) for x in state]
+        return [whole(part) for part in state]
     if isinstance(state, DTensor):
         return state.full_tensor()
-    return state.clone() if isinstance(state, torch.Tensor) else state
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    return state
 
 
 def run(name, ranks, replaced, path):
@@ -110,29 +121,34 @@ def run(name, ranks, replaced, path):
     The script runs as it is started, but for what `replaced` has. It resumes from
     `path` and saves to `path` + ".1" and ".2".
     """
+    path_of_script = ROOT / name
     if name not in compiled:
-        text, _, last = (ROOT / name).read_text().partition(launch.ENTRY)
-        texts = text, f"if True:{last}"
-        compiled[name] = [compile(x, ROOT / name, "exec") for x in texts]
+        text, _, last = path_of_script.read_text().partition(launch.ENTRY)
+        texts = (text, f"if True:{last}")
+        compiled[name] = [compile(part, path_of_script, "exec") for part in texts]
     body, last = compiled[name]
-    script, ended = {"__name__": "__main__"}, []
+    script = {"__name__": "__main__"}
     exec(body, script)
+    ended = []
 
     class Trainer(script["Trainer"]):
         def train(self, total_epochs):
             super().train(total_epochs)
-            ended.append(whole([self.model.state_dict(), self.optimizer.state_dict()]))
+            states = [self.model.state_dict(), self.optimizer.state_dict()]
+            ended.append(whole(states))
 
         def _save_snapshot(self):
             self.snapshot_path = f"{path}.{self.epochs_run}"
             self.folder = ""  # of sharded_snapshot.py, which would remove epoch 1
             super()._save_snapshot()
 
-    script |= {"Trainer": Trainer, "ddp_setup": lambda *_: None, **replaced}
-    options = "--batch-size", launch.batch_size(name, 24, ranks.world)
-    options += "--snapshot-path", path
-    words = launch.command(ROOT / name, 2, 1, *options, nprocs=ranks.world)
-    sys.argv = [str(ROOT / name), *words[words.index("2") :]]
+    script["Trainer"] = Trainer
+    script["ddp_setup"] = lambda *_: None
+    script |= replaced
+    options = ["--batch-size", launch.batch_size(name, 24, ranks.world)]
+    options += ["--snapshot-path", path]
+    words = launch.command(path_of_script, 2, 1, *options, nprocs=ranks.world)
+    sys.argv = [str(path_of_script), *words[words.index("2") :]]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(last, script)
     return ended[0], losses(Done(0, printed.getvalue(), ""))
@@ -140,25 +156,40 @@ def run(name, ranks, replaced, path):
 
 def attempt(name, ranks, *arguments):
     """`run` on all ranks: (the first line of the first error, what `run` returns)."""
-    fault = found = None
+    fault = None
+    found = None
     try:
         found = run(name, ranks, *arguments)
     except Exception as error:
-        fault = time.monotonic(), f"{type(error).__name__}: {error}".splitlines()[0]
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        fault = (time.monotonic(), line)
     if fault:  # not before the error, and all that it holds, is gone
         leave()  # so that no rank waits for this one
-    faults = [x for x in ranks.exchange(fault) if x]
-    if faults and name in launch.DISTRIBUTED:
+    faults = [*filter(None, ranks.exchange(fault))]
+    if not faults:
+        return None, found
+    if name in launch.DISTRIBUTED:
         ranks.meet()
-    return min(faults)[1] if faults else None, found
+    _, first = min(faults)
+    return first, found
+
+
+def leaves_of(one, other):
+    """[(a tensor or number of a state, that of another state at its place)]."""
+    return zip(tree_leaves(one), tree_leaves(other), strict=True)
+
+
+def is_bfloat16(leaf):
+    return getattr(leaf, "dtype", None) == torch.bfloat16
 
 
 def is_close(one, other):
     """Whether two states differ by rounding alone: bfloat16 has three digits."""
     try:
-        for x, y in zip(tree_leaves(one), tree_leaves(other), strict=True):
-            rough = getattr(x, "dtype", None) == torch.bfloat16
-            assert_close(x, y, **({"rtol": 0.02, "atol": 0.02} if rough else {}))
+        for leaf, other_leaf in leaves_of(one, other):
+            # None: assert_close's own for this type, the closest that are usual.
+            tolerance = 0.02 if is_bfloat16(leaf) else None
+            assert_close(leaf, other_leaf, rtol=tolerance, atol=tolerance)
     except AssertionError:
         return False
     return True
@@ -166,12 +197,19 @@ def is_close(one, other):
 
 def distance(one, other):
     """How far the numbers of two models' states are apart, as a share of their norm."""
-    apart, norm = 0, 0
-    for x, y in zip(tree_leaves(one), tree_leaves(other), strict=True):
-        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
-            apart += (x - y).abs().double().square().sum().item()
-            norm += y.abs().double().square().sum().item()
+    apart = 0
+    norm = 0
+    for leaf, other_leaf in leaves_of(one, other):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if leaf.is_floating_point() or leaf.is_complex():
+            apart += sum_of_squares(leaf - other_leaf)
+            norm += sum_of_squares(other_leaf)
     return math.sqrt(apart / norm)
+
+
+def sum_of_squares(tensor):
+    return tensor.abs().double().square().sum().item()
 
 
 def losses_agree(printed, others, state):
@@ -179,11 +217,9 @@ def losses_agree(printed, others, state):
 
     state: of the model; bfloat16 rounds its losses, too.
     """
-    kinds = [getattr(x, "dtype", None) for x in tree_leaves(state)]
-    rounding = 5e-3 if torch.bfloat16 in kinds else 1e-5
-    rows = zip(printed, others, strict=True)
-    pairs = [pair for row in rows for pair in zip(*row, strict=True)]
-    apart = max(abs(a / b - 1) for a, b in pairs)
+    rounding = 5e-3 if any(map(is_bfloat16, tree_leaves(state))) else 1e-5
+    shares = [abs(loss / other - 1) for loss, other in leaves_of(printed, others)]
+    apart = max(shares)
     return apart < rounding, apart
 
 
@@ -192,7 +228,8 @@ def compare(mine, its):
 
     What differs does so by two shares: of the weights' norm, and of a loss.
     """
-    (state, printed), (its_state, its_printed) = mine, its
+    state, printed = mine
+    its_state, its_printed = its
     agree, apart = losses_agree(printed, its_printed, state)
     if agree and is_close(state, its_state):
         return "equal"
@@ -206,10 +243,11 @@ def outcome(name, ranks, replaced, path, others):
     """
     fault, found = attempt(name, ranks, replaced, path)
     if fault:
-        saved = "saved, " if glob.glob(f"{path}.[12]*") and "Refused" in fault else ""
-        return saved + fault, None
+        if "Refused" in fault and glob.glob(f"{path}.[12]*"):
+            fault = f"saved, {fault}"
+        return fault, None
     mine, printed = found
-    if not all(same_bits(x, mine) for x in ranks.exchange(mine)):
+    if not all(same_bits(theirs, mine) for theirs in ranks.exchange(mine)):
         return "ranks differ", None
     fault, found = attempt(name, ranks, replaced, f"{path}.1")
     if fault:
@@ -219,10 +257,14 @@ def outcome(name, ranks, replaced, path, others):
     same = is_close if ranks.world > 2 else same_bits
     if not all(ranks.exchange(same(resumed, mine))):
         return "resumed, it differs", None
-    if printed and not losses_agree(printed_later, printed[1:], mine)[0]:
-        return "resumed, its losses differ", None
-    mine = mine[0], printed
-    return compare(mine, others) if others and printed else "equal", mine
+    if printed:
+        agree, _ = losses_agree(printed_later, printed[1:], mine)
+        if not agree:
+            return "resumed, its losses differ", None
+    ended = (mine[0], printed)
+    if others and printed:
+        return compare(ended, others), ended
+    return "equal", ended
 
 
 def take(makers, names, replaced, left_out, alone_first):
@@ -232,26 +274,40 @@ def take(makers, names, replaced, left_out, alone_first):
     replaced: {script: {name in it: what stands there}}. left_out: [(script, case)].
     alone_first: scripts to compare with themselves on one process.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store.set_timeout(timedelta(seconds=100))
-    alone, together = Ranks(OwnStore(), 0, 1), Ranks(store, rank, world)
+    alone = Ranks(OwnStore(), rank=0, world=1)
+    together = Ranks(store, rank, world)
     prepare(rank)
-    found, trained = {}, {}
+    found = {}
+    trained = {}
     for name in names:
-        ways = [together if name in launch.DISTRIBUTED else alone]
-        for ranks in [alone] * (name in alone_first) + ways:
+        is_distributed = name in launch.DISTRIBUTED
+        last = together if is_distributed else alone
+        for ranks in [alone, last] if name in alone_first else [last]:
             found[name] = {}
-            os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world)}
-            ranks.meet() if name in launch.DISTRIBUTED else leave()
-            for case in [x for x in makers if (name, x) not in left_out]:
-                others = [trained.get((x, case)) for x in ancestry(name)]
-                others = [None, *(x for x in others if x and ranks in ways)]
-                objects = {"load_train_objs": makers[case], **replaced.get(name, {})}
+            os.environ["RANK"] = str(ranks.rank)
+            os.environ["WORLD_SIZE"] = str(ranks.world)
+            if is_distributed:
+                ranks.meet()
+            else:
+                leave()
+            for case, make in makers.items():
+                if (name, case) in left_out:
+                    continue
+                others = None  # of the nearest ancestor, or its own when it was alone
+                if ranks is last:
+                    for ancestor in ancestry(name):
+                        others = trained.get((ancestor, case)) or others
+                objects = {"load_train_objs": make, **replaced.get(name, {})}
                 path = os.path.abspath(f"{ranks.world} {name} {case}".replace("/", " "))
-                path += f" {rank}" * (ranks is alone)
-                how = outcome(name, ranks, objects, path, others[-1])
-                found[name][case], trained[name, case] = how
+                if ranks is alone:
+                    path += f" {rank}"
+                how, ended = outcome(name, ranks, objects, path, others)
+                found[name][case] = how
+                trained[name, case] = ended
     if rank == 0:
         with open("outcomes.json", "w") as file:
             json.dump(found, file)

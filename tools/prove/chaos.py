@@ -22,8 +22,8 @@ It fails unless training completes, all weights and optimizer state have the sam
 every snapshot can be read, and each attempt begins where the newest snapshot ends.
 """
 
-import collections
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -71,25 +71,33 @@ class Job:
     """A training on all `hosts`, and its supervisor, which starts again what ended."""
 
     def __init__(self, hosts, command, snapshot, step_s, save_s, env):
-        self.hosts, self.snapshot = hosts, Path(hosts.folder, snapshot)
+        self.hosts = hosts
+        self.snapshot = Path(hosts.folder, snapshot)
         log = self.snapshot.with_suffix(".steps")
         log.touch()
         self.log = open(log)  # noqa: SIM115
         self.command = [*command, "--snapshot-path", self.snapshot]
         self.env = env | {"STEP_S": step_s, "SAVE_S": save_s, "STEPS": log}
         self.env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        self.notes, self.killed = [], []
+        self.notes = []
+        self.killed = []
         self.restart_at = {}  # {host: when its agent is started again}
         self.failures = []  # of agents that nobody killed: what they printed last
-        self.began = self.last_step = time.time()
-        self.agents = {host: host.start(self.command, **self.env) for host in hosts}
+        self.began = time.time()
+        self.last_step = self.began
+        self.agents = {host: self.start(host) for host in hosts}
+
+    def start(self, host):
+        """Start an agent."""
+        return host.start(self.command, **self.env)
 
     def update(self):
         """One round: read the log, start what has ended, raise if nothing moves."""
         for line in self.log.readlines():
             began, when, step, restarts = line.split()
-            self.notes.append(Note(float(began), float(when), int(step), int(restarts)))
-            if self.notes[-1].step >= 0:
+            note = Note(float(began), float(when), int(step), int(restarts))
+            self.notes.append(note)
+            if note.step >= 0:
                 self.last_step = time.time()
         for host, agent in self.agents.items():
             if host not in self.restart_at and agent.poll():
@@ -98,17 +106,21 @@ class Job:
             if host in self.restart_at and self.restart_at[host] < time.time():
                 if host.first is None:
                     host.boot()
-                self.agents[host] = host.start(self.command, **self.env)
+                self.agents[host] = self.start(host)
                 del self.restart_at[host]
         if time.time() > self.last_step + LIMIT_S:
-            said = [agent.output[-4000:] for agent in self.agents.values()]
-            raise AssertionError("\n".join([f"no step for {LIMIT_S} s", *said]))
+            message = f"no step for {LIMIT_S} s"
+            for agent in self.agents.values():
+                message += f"\n{agent.output[-4000:]}"
+            raise AssertionError(message)
 
     def wait(self, condition):
         """Supervise the job until `condition()`; return what that returned."""
-        while not (result := condition()):
+        result = condition()
+        while not result:
             self.update()
             time.sleep(0.005)
+            result = condition()
         return result
 
     def steps(self, since=0):
@@ -117,7 +129,8 @@ class Job:
 
     def is_writing(self, since):
         """Whether an attempt that began after `since` is writing a snapshot."""
-        steps, written = self.steps(since), [0]
+        steps = self.steps(since)
+        written = [0]
         for file in self.snapshot.parent.glob(f"{self.snapshot.name}.*.tmp"):
             with contextlib.suppress(FileNotFoundError):
                 written.append(file.stat().st_mtime)
@@ -128,21 +141,30 @@ class Job:
         """Whether all agents have ended with 0."""
         return all(agent.poll() == 0 for agent in self.agents.values())
 
-    def victim(self, kind, moment, since, rng):
-        """(host, process number or None); None while there is no such victim."""
-        host, workers = rng.choice(self.hosts), {}
-        if moment != "saving" and kind != "worker":
-            return None if host in self.restart_at else (host, None)
-        for place in self.hosts:
-            for pid in place.processes() if place.first else ():
+    def workers(self, since):
+        """{rank: (host, process number)} of those that began after `since`."""
+        found = {}
+        for host in self.hosts:
+            if host.first is None:
+                continue
+            for pid in host.processes():
                 with contextlib.suppress(OSError):  # it has ended
                     environ = Path(f"/proc/{pid}/environ").read_text()
                     rank = re.search(r"\0RANK=(\d+)", environ)
-                    if rank and began(pid) > since:  # not what the kill before ends
-                        workers[int(rank[1])] = place, pid
+                    if rank and began(pid) > since:
+                        found[int(rank[1])] = (host, pid)
+        return found
+
+    def victim(self, kind, moment, since, rng):
+        """(host, process number or None); None while there is no such victim."""
+        host = rng.choice(self.hosts)
+        if moment != "saving" and kind != "worker":
+            return None if host in self.restart_at else (host, None)
+        # Not those that the kill before ends: they began before it.
+        workers = self.workers(since)
         if moment == "saving":
             return workers.get(0)  # the writer, or what it runs on
-        there = [worker for _, worker in sorted(workers.items()) if worker[0] is host]
+        there = [workers[rank] for rank in sorted(workers) if workers[rank][0] is host]
         return rng.choice(there) if there else None
 
     def kill(self, kind, host, pid):
@@ -165,23 +187,26 @@ class Job:
 
 def kill(job, kind, moment, step, start_s, rng):
     """Wait for the moment, from `step` on, and kill; the job notes it as `killed`."""
-    since, delay = job.killed[-1]["when"] if job.killed else job.began, rng.random()
+    since = job.killed[-1]["when"] if job.killed else job.began
+    delay = rng.random()
 
     def is_due():
         steps = job.steps(since)
         if moment == "starting":
             # At the latest with the first step: the start is over then.
             return steps or time.time() > since + delay * start_s
-        reached = steps and steps[-1].step >= step
-        return reached and (moment != "saving" or job.is_writing(since))
+        if not steps or steps[-1].step < step:
+            return False
+        return moment != "saving" or job.is_writing(since)
 
     job.wait(is_due)
     # A little later, so that a kill can hit any part of a step or of a save.
-    length = {"training": STEP_S, "saving": SAVE_S / 2, "starting": 0}
-    time.sleep(delay * length[moment])
+    length_s = {"training": STEP_S, "saving": SAVE_S / 2, "starting": 0}
+    time.sleep(delay * length_s[moment])
     while True:
         host, pid = job.wait(lambda: job.victim(kind, moment, since, rng))
-        found = {"when": time.time(), "kind": kind, "writing": job.is_writing(since)}
+        when = time.time()
+        is_writing = job.is_writing(since)
         try:
             job.kill(kind, host, pid)
             break
@@ -189,41 +214,61 @@ def kill(job, kind, moment, step, start_s, rng):
             job.update()  # it ended a moment before: there will be another
     steps = job.steps(since)
     at = f"after step {steps[-1].step}" if steps else "while starting"
-    at += ", writing" * found["writing"]
-    print(f"{found['when'] - job.began:6.1f} s  {kind} on {host}, {at}", flush=True)
+    if is_writing:
+        at += ", writing"
+    print(f"{when - job.began:6.1f} s  {kind} on {host}, {at}", flush=True)
     saved = load(job.snapshot)["EPOCHS_RUN"] if job.snapshot.exists() else 0
-    job.killed.append(found | {"starting": not steps, "saved": saved})
+    job.killed.append(
+        {
+            "when": when,
+            "kind": kind,
+            "writing": is_writing,
+            "starting": not steps,
+            "saved": saved,
+        }
+    )
 
 
 def recovery(job, killed, steps_per_epoch):
     """(seconds, attempts, steps done twice) from a kill to the first step after it."""
-    first = job.steps(killed["when"])[0]
-    before = [note.step for note in job.steps() if note.began < killed["when"]]
+    when = killed["when"]
+    first = job.steps(when)[0]
+    before = [note.step for note in job.steps() if note.began < when]
     twice = before[-1] + 1 - first.step if before else 0
     starts = [note.began for note in job.notes if note.step < 0]
-    attempts = sum(killed["when"] < start <= first.began for start in starts)
+    attempts = sum(when < start <= first.began for start in starts)
     assert 0 <= twice <= SAVE_EVERY * steps_per_epoch, f"{twice} steps done twice"
     assert first.step >= killed["saved"] * steps_per_epoch, "saved, and done again"
-    return first.when - killed["when"], attempts, twice
+    return first.when - when, attempts, twice
+
+
+def equally_often(choices, count, rng):
+    """`count` of the choices, in random order."""
+    repeated = itertools.islice(itertools.cycle(choices), count)
+    return rng.sample([*repeated], count)
 
 
 def disturb(job, kills, seed, kinds, steps_per_epoch, start_s):
     """Kill so often, wait for the end, and print what the kills did."""
-    rng, recoveries = random.Random(seed), []
+    rng = random.Random(seed)
     steps = kills * SAVE_EVERY * steps_per_epoch
-    at = sorted(rng.randrange(1, steps) for _ in range(kills))
-    both = [[x[i % len(x)] for i in range(kills)] for x in (kinds, MOMENTS)]
-    for planned in zip(*(rng.sample(x, kills) for x in both), at, strict=True):
-        kill(job, *planned, start_s, rng)
+    kill_steps = sorted(rng.randrange(1, steps) for _ in range(kills))
+    kill_kinds = equally_often(kinds, kills, rng)
+    kill_moments = equally_often(MOMENTS, kills, rng)
+    recoveries = []
+    for kind, moment, step in zip(kill_kinds, kill_moments, kill_steps, strict=True):
+        kill(job, kind, moment, step, start_s, rng)
         if len(job.killed) > 1 and not job.killed[-1]["starting"]:
             recoveries.append(recovery(job, job.killed[-2], steps_per_epoch))
     job.wait(job.finished)
     job.update()
     recoveries.append(recovery(job, job.killed[-1], steps_per_epoch))
 
-    counts = collections.Counter(x["kind"] for x in job.killed)
-    print(f"kills: {kills} ({', '.join(f'{counts[x]} {x}s' for x in kinds)})")
-    writing, starting = (sum(x[y] for x in job.killed) for y in ("writing", "starting"))
+    killed_kinds = [killed["kind"] for killed in job.killed]
+    counts = [f"{killed_kinds.count(kind)} {kind}s" for kind in kinds]
+    print(f"kills: {kills} ({', '.join(counts)})")
+    writing = sum(killed["writing"] for killed in job.killed)
+    starting = sum(killed["starting"] for killed in job.killed)
     print(f"    while a snapshot was written: {writing}; while starting: {starting}")
     took, attempts, twice = zip(*recoveries, strict=True)
     print(f"recoveries: {len(took)}, at the first attempt: {attempts.count(1)}")
@@ -243,14 +288,15 @@ def train(hosts, script, kills, seed, nprocs, kinds, env):
     command += [script, epochs, SAVE_EVERY]
 
     # The right weights, how many steps there are, and how long a start takes.
-    alone = Job(hosts, command, "undisturbed.pt", 0, 0, env)
+    alone = Job(hosts, command, "undisturbed.pt", step_s=0, save_s=0, env=env)
     alone.wait(lambda: alone.finished() or alone.failures)
     assert not alone.failures, alone.failures[0]
     alone.update()
-    steps, start_s = len(alone.steps()), alone.steps()[0].when - alone.began
+    steps = len(alone.steps())
+    start_s = alone.steps()[0].when - alone.began
     print(f"{len(hosts)} x {nprocs} processes, {steps} steps in {epochs} epochs")
 
-    job = Job(hosts, command, "snapshot.pt", STEP_S, SAVE_S, env)
+    job = Job(hosts, command, "snapshot.pt", step_s=STEP_S, save_s=SAVE_S, env=env)
     disturb(job, kills, seed, kinds, steps // epochs, start_s)
     assert {note.step for note in job.steps()} == {*range(steps)}, "steps are left out"
     assert same_bits(load(alone.snapshot), load(job.snapshot)), "other final weights"
@@ -271,12 +317,20 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=KINDS, help="kill nothing else")
     parser.add_argument("--defaults", action="store_true", help="with the shared store")
     args = parser.parse_args()
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         error(f"no hosts on this machine: {reason}")
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        # So that the others notice a kill within the patience of this tool.
         soon = ("timedelta(minutes=5)", "timedelta(seconds=20)")
         script = plant("multinode.py", Path(folder), soon, hooks=HOOKS)
-        kinds = [args.only] if args.only else KINDS
-        how = script, args.kills, args.seed, args.nprocs, kinds
         with Hosts(args.hosts, folder) as hosts:
-            train(hosts, *how, {OWN_STORE: "0" if args.defaults else "1"})
+            train(
+                hosts,
+                script,
+                kills=args.kills,
+                seed=args.seed,
+                nprocs=args.nprocs,
+                kinds=[args.only] if args.only else KINDS,
+                env={OWN_STORE: "0" if args.defaults else "1"},
+            )

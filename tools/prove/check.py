@@ -19,14 +19,20 @@ from pathlib import Path
 from tools.cli import Parser
 from tools.scripts import PARENTS, ROOT, SCRIPTS, InputError, own_tests
 from tools.site.build import chapters
-from tools.site.pages import GROUPS, explanations
+from tools.site.pages import READING_ORDER, explanations
 
-TEXT_TESTS = ["tests/tools/test_layout.py", "tests/trunk/test_diff.py"]
-TEXT_TESTS += ["tests/docs/test_docs.py"]
+TEXT_TESTS = [
+    "tests/tools/test_layout.py",
+    "tests/trunk/test_diff.py",
+    "tests/docs/test_docs.py",
+]
 SITE_TESTS = ["tests/docs/test_site.py", "tests/docs/test_side_by_side.py"]
 # What other checks here run as well
-TWICE = ["test_nothing_is_stale_and_every_changed_line_is_explained"]
-TWICE += ["test_which_one_names_every_script", "test_every_page_is_in_one_group"]
+TWICE = [
+    "test_nothing_is_stale_and_every_changed_line_is_explained",
+    "test_which_one_names_every_script",
+    "test_every_page_is_in_one_group",
+]
 
 
 def to_edit(name, pages):
@@ -36,9 +42,8 @@ def to_edit(name, pages):
         yield f"{own_tests(name)}: write the tests of what only this script claims"
     if not pages:
         yield f"docs/{stem}.md: write a section for each change of the diff"
-    listed = [page for names in GROUPS.values() for page in names]
     for page in pages:
-        if page not in listed:
+        if page not in READING_ORDER:
             yield f"tools/site/pages.py: put {page} into GROUPS"
     for place in "docs/which_one.md", "docs/pictures/which_one.svg":
         if name in SCRIPTS and Path(name).name not in (ROOT / place).read_text():
@@ -93,7 +98,8 @@ def main():
     parser.add_argument("name", choices=PARENTS)
     parser.add_argument("--text", action="store_true", help="only read files")
     args = parser.parse_args()
-    pages, left = [], []
+    pages = []
+    left = []
     try:
         pages = chapters(args.name, explanations())
     except InputError as error:

@@ -65,8 +65,11 @@ def pytest_collection_modifyitems(items):
     They are no arguments of pytest: if one file cannot be imported, it would run none.
     """
     order, killer = json.loads(os.environ["TESTS"])
-    found = [x for x in items if function_of(x.nodeid) in order]
-    found = [x for x in found if about(x.nodeid, os.environ["CHILD"])]
+    found = []
+    for item in items:
+        is_named = function_of(item.nodeid) in order
+        if is_named and about(item.nodeid, os.environ["CHILD"]):
+            found.append(item)
     found.sort(key=lambda item: order.index(function_of(item.nodeid)))
     found.sort(key=lambda item: without_folder(item.nodeid) != killer)
     items[:] = found
@@ -97,6 +100,10 @@ def pytest_sessionfinish():
     Path(os.environ["FACTS"]).write_text(json.dumps(facts))
 
 
+def file_of(test):
+    return test.partition("::")[0]
+
+
 def function_of(test):
     """A test's id without its parameters."""
     return test.partition("[")[0]
@@ -109,9 +116,9 @@ def without_folder(test):
 
 def about(test, child):
     """Whether a test's id names the script `child`, or no script at all."""
-    stems = sorted((Path(name).stem for name in SCRIPTS), key=len, reverse=True)
-    longest_first = "|".join(stems)  # multinode_spawn is not about multinode
-    named = re.findall(rf"(?<![a-z])({longest_first})(?![a-z])", test)
+    stems = [Path(name).stem for name in SCRIPTS]
+    stems.sort(key=len, reverse=True)  # multinode_spawn is not about multinode
+    named = re.findall(rf"(?<![a-z])({'|'.join(stems)})(?![a-z])", test)
     return Path(child).stem in named or not named or child not in SCRIPTS
 
 
@@ -125,7 +132,9 @@ class Case:
     """
 
     def __init__(self, folder, child, mutant, tests, killer=""):
-        self.folder, self.mutant, self.began = Path(folder), mutant, time.monotonic()
+        self.folder = Path(folder)
+        self.mutant = mutant
+        self.began = time.monotonic()
         copy_tree(self.folder)
         if mutant:
             (self.folder / child).write_text(mutant.text)
@@ -133,34 +142,40 @@ class Case:
         standin = self.folder / "tests/standin/standin.cpp"
         standin.unlink()
         standin.symlink_to(ROOT / "tests/standin/standin.cpp")
-        temporary, self.facts = self.folder / ".tmp", self.folder / ".facts"
+        temporary = self.folder / ".tmp"
         temporary.mkdir()
+        self.facts = self.folder / ".facts"
         words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text"]
         words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
-        words += [
-            "--assert=plain"
-        ]  # it only has to fail, and so starts in half the time
-        words += sorted({test.partition("::")[0] for test in tests})
-        env = {"TMPDIR": temporary, "CHILD": child, "FACTS": self.facts}
-        env["TESTS"] = json.dumps([tests, killer])
-        env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        env["TEST_TIMEOUT_S"] = os.environ.get("TEST_TIMEOUT_S", WAIT_S)
-        self.fork = Program(words, folder, merged=True, **env)
+        # pytest starts in half the time if it need not say why an assertion fails.
+        words.append("--assert=plain")
+        words += sorted({file_of(test) for test in tests})
+        self.fork = Program(
+            words,
+            folder,
+            merged=True,
+            TMPDIR=temporary,
+            CHILD=child,
+            FACTS=self.facts,
+            TESTS=json.dumps([tests, killer]),
+            PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+            TEST_TIMEOUT_S=os.environ.get("TEST_TIMEOUT_S", WAIT_S),
+        )
 
     def ended(self):
-        late = time.monotonic() > self.began + LIMIT_S
-        return late or self.fork.poll() is not None
+        is_late = time.monotonic() > self.began + LIMIT_S
+        return is_late or self.fork.poll() is not None
 
     def result(self):
         """(mutant, facts, output)"""
+        found = facts | {"no_verdict": ["pytest does not start"]}
         try:
             output = self.fork.finish(timeout_s=0).stdout
-            found = facts | {"no_verdict": ["pytest does not start"]}
             if self.facts.exists():
                 found = json.loads(self.facts.read_text())
         except TimedOut as error:
-            late = f"the tests take more than {LIMIT_S} s"
-            output, found = str(error), facts | {"no_verdict": [late]}
+            output = str(error)
+            found["no_verdict"] = [f"the tests take more than {LIMIT_S} s"]
         shutil.rmtree(self.folder)
         return self.mutant, found, output
 
@@ -179,9 +194,10 @@ def run(child, tasks):
                     running.append(Case(place, child, *task))
                 if not running:
                     break
-                for case in [x for x in running if x.ended()]:
-                    running.remove(case)
-                    yield case.result()
+                for case in [*running]:
+                    if case.ended():
+                        running.remove(case)
+                        yield case.result()
                 time.sleep(0.02)
         finally:
             end_all()
@@ -193,37 +209,53 @@ def run(child, tasks):
 def named_by_line(edge):
     """{line of the child: the tests that its explanation names}."""
     tests = named_tests(*edge)
-    return {
-        hunk.new_start + i: tests.get(hunk.number, [])  # tools.site.build finds it
-        for hunk in hunks(*edge)
-        for i in range(max(1, len(hunk.added)))
-    }
+    found = {}
+    for hunk in hunks(*edge):
+        # A hunk that only removes lines is put back at one line.
+        for i in range(max(1, len(hunk.added))):
+            # If no page explains the hunk, tools.site.build says so.
+            found[hunk.new_start + i] = tests.get(hunk.number, [])
+    return found
 
 
 def prove(edge, only="", full=False):
     """Run the mutants of one edge that are not proven: whether all is well."""
-    child, began, bad = edge[1], time.monotonic(), []
-    parent_text, text = ((ROOT / name).read_text() for name in edge)
-    found = [x for x in mutants(parent_text, text) if only in x.what]
-    named = named_by_line(edge)
-    every = sorted({test for tests in named.values() for test in tests})
-    named = {x: named.get(x.line, every) for x in found}
+    parent, child = edge
+    began = time.monotonic()
+    bad = []
+    text = (ROOT / child).read_text()
+    made = mutants((ROOT / parent).read_text(), text)
+    made = [mutant for mutant in made if only in mutant.what]
+    by_line = named_by_line(edge)
+    every = sorted(set().union(*by_line.values()))
     known = read_green().get(" ".join(edge), {})
-    proofs = {x: proof_of(text, x, named[x], known) for x in found}
-    to_run = [x for x in found if full or not proofs[x]]
-    carried = sum(known[proofs[x]] == "" for x in found if x not in to_run)
-    print(f"{child}: {len(found)} mutants, {len(to_run)} to run", end="")
-    print(
-        f", {carried} proven before killers were recorded" * (carried > 0), flush=True
-    )
+    named = {}
+    proofs = {}
+    to_run = []
+    carried = 0
+    for mutant in made:
+        named[mutant] = by_line.get(mutant.line, every)
+        proofs[mutant] = proof_of(text, mutant, named[mutant], known)
+        if full or not proofs[mutant]:
+            to_run.append(mutant)
+        elif known[proofs[mutant]] == "":
+            carried += 1
+    line = f"{child}: {len(made)} mutants, {len(to_run)} to run"
+    if carried:
+        line += f", {carried} proven before killers were recorded"
+    print(line, flush=True)
 
-    took_s = control(child, sorted({test for x in to_run for test in named[x]}), bad)
+    to_try = set().union(*(named[mutant] for mutant in to_run))
+    took_s = control(child, sorted(to_try), bad)
     if not bad:
         killed = Counter()  # {test: how many of the mutants below}
 
+        def seconds_per_kill(test):
+            return took_s[test] / (1 + killed[test])
+
         def tasks():
             for mutant in filter(named.get, to_run):
-                tests = sorted(named[mutant], key=lambda x: took_s[x] / (1 + killed[x]))
+                tests = sorted(named[mutant], key=seconds_per_kill)
                 yield mutant, tests, last_killer(mutant, known)
 
         for mutant in to_run:
@@ -249,8 +281,9 @@ def control(child, tests, bad):
     What fails or does not run is `bad`.
     """
     took_s = Counter()
-    by_file = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
-    for _, result, output in run(child, ((None, [*x], "") for _, x in by_file)):
+    by_file = itertools.groupby(tests, key=file_of)
+    tasks = ((None, [*group], "") for _, group in by_file)
+    for _, result, output in run(child, tasks):
         for test, seconds in result["took_s"].items():
             took_s[function_of(test)] += seconds
         if result["killer"]:
@@ -259,7 +292,8 @@ def control(child, tests, bad):
             reasons = ", ".join(result["no_verdict"])
             bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
     if not bad:
-        bad += [f"{x} does not run in the control" for x in tests if x not in took_s]
+        idle = [test for test in tests if test not in took_s]
+        bad += [f"{test} does not run in the control" for test in idle]
     return took_s
 
 
@@ -270,7 +304,8 @@ def report(child, mutant, result, bad):
         verdict = f"NO VERDICT: {', '.join(result['no_verdict'])}"
     line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
     print(line, flush=True)
-    bad += [] if result["killer"] else [line]
+    if not result["killer"]:
+        bad.append(line)
 
 
 # What has been proven: green.json is {"PARENT CHILD": {key of a mutant: its killer}}
@@ -303,25 +338,31 @@ def forget_all_but(edge, keys):
 
 def write_green(green):
     text = json.dumps(green, indent=1, sort_keys=True, ensure_ascii=False)
-    GREEN.with_suffix(".tmp").write_text(f"{text}\n")
-    GREEN.with_suffix(".tmp").rename(GREEN)  # whole, also if this is interrupted
+    temporary = GREEN.with_suffix(".tmp")
+    temporary.write_text(f"{text}\n")
+    temporary.rename(GREEN)  # whole, also if this is interrupted
 
 
 def proof_of(text, mutant, named, known):
     """The key in `known` that still holds for the mutant, or None."""
     for key, killer in known.items():
-        if label_of(key) == label(mutant):
-            tests = [x for x in named if without_folder(x) == function_of(killer)]
-            tests = tests if killer else named  # the record is older than killers
-            if tests and key == key_of(text, mutant, tests):
-                return key
+        if label_of(key) != label(mutant):
+            continue
+        tests = named  # of a record that is older than killers
+        if killer:
+            function = function_of(killer)
+            tests = [test for test in named if without_folder(test) == function]
+        if tests and key == key_of(text, mutant, tests):
+            return key
     return None
 
 
 def last_killer(mutant, known):
     """The test that has killed such a mutant before, or ""."""
-    killers = [x for key, x in known.items() if label_of(key) == label(mutant)]
-    return next(filter(None, killers), "")
+    for key, killer in known.items():
+        if killer and label_of(key) == label(mutant):
+            return killer
+    return ""
 
 
 def key_of(text, mutant, tests):
@@ -330,10 +371,12 @@ def key_of(text, mutant, tests):
     That is the function it stands in, before and after; what of utils.py this uses; and
     the tests. Outside of functions it is the statement alone.
     """
-    before, after = (Counter(statements_of(ast.parse(x))) for x in (text, mutant.text))
+    before = Counter(statements_of(ast.parse(text)))
+    after = Counter(statements_of(ast.parse(mutant.text)))
     changed = [*(before - after), "becomes", *(after - before)]
-    parts = [mutant.kind, *changed, *used_of(code_of("utils.py"), changed)]
-    parts += [code_of_test(test) for test in sorted(tests, key=without_folder)]
+    parts = [mutant.kind, *changed]
+    parts += used_of(code_of("utils.py"), changed)
+    parts += map(code_of_test, sorted(tests, key=without_folder))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return f"{label(mutant)} {digest[:12]}"
 
@@ -358,7 +401,8 @@ def statements_of(tree, scope=""):
 
 def used_of(codes, texts):
     """What of `codes`, {name: code}, these texts name, and what that names."""
-    used, to_read = set(), [*texts]
+    used = set()
+    to_read = [*texts]
     while to_read:
         names = set(re.findall(r"\w+", to_read.pop())) & set(codes) - used
         used |= names
@@ -373,10 +417,11 @@ def code_of(path):
     Not the bytes: a comment, an import or a mark that a test waits costs no proof.
     """
     codes = {}
-    for node in CodeOfTest().visit(ast.parse((ROOT / path).read_text())).body:
+    tree = ast.parse((ROOT / path).read_text())
+    for node in CodeOfTest().visit(tree).body:
         defined = {getattr(node, "name", "")}
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            defined = {x.id for x in ast.walk(node) if is_set(x)}
+            defined = {part.id for part in ast.walk(node) if is_set(part)}
         for name in defined:
             codes[name] = codes.get(name, "") + ast.unparse(node)
     return codes
@@ -393,7 +438,7 @@ def code_of_test(test):
     return "\n".join([without_folder(test), *used])
 
 
-NO_CLAIM = "pytest.mark.waits", "in_a_fork"
+NO_CLAIM = ("pytest.mark.waits", "in_a_fork")
 
 
 class CodeOfTest(ast.NodeTransformer):
@@ -406,7 +451,7 @@ class CodeOfTest(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node):
         marks = node.decorator_list
-        marks[:] = [x for x in marks if ast.unparse(x) not in NO_CLAIM]
+        marks[:] = [mark for mark in marks if ast.unparse(mark) not in NO_CLAIM]
         return self.generic_visit(node)
 
 
@@ -416,9 +461,9 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="only what has this text in it")
     parser.add_argument("--full", action="store_true", help="skip none")
     args = parser.parse_args()
-    if args.names and tuple(args.names) not in ALL_EDGES:
-        parser.error(f"the edges are {', '.join(map(' '.join, ALL_EDGES))}")
     edges = [tuple(args.names)] if args.names else EDGES
+    if edges[0] not in ALL_EDGES:
+        parser.error(f"the edges are {', '.join(map(' '.join, ALL_EDGES))}")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     fine = [prove(edge, args.only, args.full) for edge in edges]
     sys.exit(0 if all(fine) else 1)

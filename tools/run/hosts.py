@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from tools.cli import Parser, error
@@ -50,6 +51,10 @@ UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
 AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
 
 
+# The namespaces that each host has of its own
+SPACES = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+
+
 def why_not():
     """Why there can be no hosts on this machine; None if there can be."""
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
@@ -67,7 +72,8 @@ def child_of(process):
     """
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
-        if found := children.read_text().split():
+        found = children.read_text().split()
+        if found:
             return int(found[0])
         time.sleep(0.005)
     raise ProcessLookupError(f"process {process.pid} has ended")
@@ -77,11 +83,14 @@ class Host:
     """One of the `hosts`: `name`, `address`, `folder` (its working folder)."""
 
     def __init__(self, hosts, number):
-        self.hosts, self.number = hosts, number
+        self.hosts = hosts
+        self.number = number
         self.name = f"node{number}"
         self.address = f"{SUBNET}.{number + 1}"
         self.link = f"veth{number}"  # the bridge's end of its cable
-        self.folder = hosts.folder / self.name if hosts.own_disks else hosts.folder
+        self.folder = hosts.folder
+        if hosts.own_disks:
+            self.folder /= self.name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.first = None  # the first process of its namespaces; None while it is off
 
@@ -90,8 +99,8 @@ class Host:
 
     def boot(self):
         """Turn it on, with nothing running."""
-        spaces = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork"]
-        first = ["unshare", *spaces, "--mount-proc", "--kill-child", "sh", "-c", HOLD]
+        own = [*SPACES, "--fork", "--mount-proc", "--kill-child"]
+        first = ["unshare", *own, "sh", "-c", HOLD]
         self.first = start_first(self.hosts.inside(first))
         self.pid = child_of(self.first)
         self.run("hostname", self.name)
@@ -109,9 +118,8 @@ class Host:
 
     def inside(self, command):
         """`command`, to be run on this host in its folder: a list of words."""
-        spaces = ["--net", "--uts", "--mount", "--ipc", "--pid", *AS_ROOT]
-        enter = ["nsenter", "--target", str(self.pid), *spaces, f"--wd={self.folder}"]
-        return [*enter, "--", *map(str, command)]
+        enter = ["nsenter", "--target", str(self.pid), *SPACES, *AS_ROOT]
+        return [*enter, f"--wd={self.folder}", "--", *map(str, command)]
 
     def run(self, *command):
         return run(self.inside(command))
@@ -123,7 +131,8 @@ class Host:
 
     def processes(self):
         """{pid as seen from here: command line} of all that runs on it."""
-        namespace, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended
                 if os.readlink(path / "ns/pid") == namespace:
@@ -156,9 +165,13 @@ class Host:
 
     def slow(self, rate):
         """Carry no more than `rate` (such as 100mbit) in each direction, if any."""
-        how = f"tbf rate {rate} burst 64kb latency 400ms" if rate else "pfifo"
-        for run_there, end in ((self.hosts.run, self.link), (self.run, "eth0")):
-            run_there("tc", "qdisc", "replace", "dev", end, "root", *how.split())
+        queue = "pfifo"
+        if rate:
+            queue = f"tbf rate {rate} burst 64kb latency 400ms"
+        how = ["root", *queue.split()]
+        replace = ["tc", "qdisc", "replace", "dev"]
+        self.hosts.run(*replace, self.link, *how)
+        self.run(*replace, "eth0", *how)
 
 
 class Hosts(list):
@@ -168,7 +181,8 @@ class Hosts(list):
     """
 
     def __init__(self, count, folder, own_disks=False):
-        self.folder, self.own_disks = Path(folder).resolve(), own_disks
+        self.folder = Path(folder).resolve()
+        self.own_disks = own_disks
         self.switch = start_first([*UNSHARE, "--net", "sh", "-c", HOLD])
         self.run("ip", "link", "add", "switch", "type", "bridge")
         self.run("ip", "link", "set", "switch", "up")
@@ -199,8 +213,12 @@ class Hosts(list):
 
 def start_first(command):
     """Start the first process of new namespaces, which runs HOLD, and wait for them."""
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    first = subprocess.Popen(command, **pipes, env=clean_env(PATH=PATH))
+    first = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=clean_env(PATH=PATH),
+    )
     if not first.stdout.readline():
         raise OSError(f"{' '.join(command)}: see above")
     return first
@@ -219,7 +237,8 @@ def main(count, command, when):
     when: pairs (text, action): each action is run once, when a line has its text.
     """
     pending = list(when)
-    started = []  # [host, its Program, how many characters of its output are shown]
+    started = []  # (host, its Program)
+    shown = Counter()  # {Program: how many characters of its output are printed}
     counted = {}  # {host that is on: its Program}
     with Hosts(count, ".") as hosts:
 
@@ -227,7 +246,7 @@ def main(count, command, when):
             if not host.first:
                 host.boot()
             counted[host] = host.start(command)
-            started.append([host, counted[host], 0])
+            started.append((host, counted[host]))
 
         def act(action, name, *rest):
             (victim,) = [host for host in hosts if host.name == name]
@@ -242,20 +261,21 @@ def main(count, command, when):
             start(host)
         running = True
         while running:
-            running = any(program.poll() is None for _, program, _ in started)
-            for part in list(started):
-                host, program, shown = part
-                new = program.output[shown:]
+            running = any(program.poll() is None for _, program in started)
+            for host, program in [*started]:
+                new = program.output[shown[program] :]
                 if program.poll() is None:  # its last line may not be whole
                     new = new[: new.rfind("\n") + 1]
-                part[2] += len(new)
+                shown[program] += len(new)
                 for line in new.splitlines():
                     print(f"{host}: {line}", flush=True)
-                    for pair in [pair for pair in pending if pair[0] in line]:
-                        pending.remove(pair)
-                        print(f"-- {pair[1]}", flush=True)
-                        act(*pair[1].split())
-                        running = True
+                    for pair in [*pending]:
+                        text, action = pair
+                        if text in line:
+                            pending.remove(pair)
+                            print(f"-- {action}", flush=True)
+                            act(*action.split())
+                            running = True
             time.sleep(0.05)
         statuses = [program.poll() for program in counted.values()]
         return 0 if statuses and not any(statuses) else 1
@@ -264,8 +284,14 @@ def main(count, command, when):
 if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("count", type=int, help="how many hosts")
-    how = {"nargs": 2, "action": "append", "default": [], "metavar": ("TEXT", "ACTION")}
-    parser.add_argument("--when", **how, help="do ACTION once a line has TEXT in it")
+    parser.add_argument(
+        "--when",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TEXT", "ACTION"),
+        help="do ACTION once a line has TEXT in it",
+    )
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()
     names = [f"node{number}" for number in range(args.count)]
@@ -274,6 +300,7 @@ if __name__ == "__main__":
             error(f"{action!r} is none of ({ACTIONS}) ({'|'.join(names)})")
     if not 1 <= args.count <= 200:
         error(f"{args.count} hosts: from 1 to 200 can be made")
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         error(f"no hosts on this machine: {reason}")
     sys.exit(main(**vars(args)))

@@ -21,7 +21,7 @@ from tools.scripts import (
 
 # Those that run as several processes
 DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]
-UNDER_TORCHRUN = [x for x in SCRIPTS if any("torchrun" in y for y in commands(x))]
+UNDER_TORCHRUN = [name for name in SCRIPTS if "torchrun" in sum(commands(name), [])]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
 HOOKS = ROOT / "tests" / "hooks"
 ENTRY = 'if __name__ == "__main__":'
@@ -37,7 +37,7 @@ def task_of(name):
     return name
 
 
-OF_THE_TRUNKS_TASK = [x for x in SCRIPTS if task_of(x) == "single_gpu.py"]
+OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
 
 
 def objects_of(name):
@@ -61,17 +61,22 @@ def shares_a_batch(name):
     return any("num_replicas" in keywords for keywords in calls(name).values())
 
 
+def split_command(name):
+    """The words of the docstring's command before total_epochs, after save_every."""
+    words = commands(name)[0]
+    first = next(i for i, word in enumerate(words) if word.isdecimal())
+    return words[:first], words[first + 2 :]
+
+
 def options_of(name, nprocs=2):
     """The options in the script's docstring command, such as `--accumulate 4`.
 
     Ranks that may share a batch do so: the option that has the value of torchrun's
     `--nproc-per-node` there, such as `--split 2`, gets `nprocs`, for one replica.
     """
-    words = commands(name)[0]
-    numbers = [i for i, word in enumerate(words) if word.isdecimal()]
-    options = words[numbers[1] + 1 :]  # after total_epochs and save_every
+    before, options = split_command(name)
     if shares_a_batch(name):
-        written = re.search(r"--nproc-per-node=(\d+)", " ".join(words))
+        written = re.search(r"--nproc-per-node=(\d+)", " ".join(before))
         if not written or options.count(written[1]) != 1:
             line = "its ranks share a batch, but no option of its command has the value"
             raise InputError(f"{name}:1: {line} of --nproc-per-node, or several have")
@@ -82,23 +87,26 @@ def options_of(name, nprocs=2):
 def command(script, total, every, *options, nprocs=2, own_options=True):
     """The words to type for `script`; own_options: add those of its docstring's."""
     name = str(Path(script).resolve().relative_to(home(script)))
-    words = list(commands(name)[0])
-    before = words[: next(i for i, word in enumerate(words) if word.isdecimal())]
-    if "-m" not in before:
-        before[before.index(name)] = str(script)
+    words, _ = split_command(name)
+    if "-m" not in words:
+        words[words.index(name)] = str(script)
     if name in UNDER_TORCHRUN:
-        before = [re.sub("(nproc-per-node=).*", rf"\g<1>{nprocs}", x) for x in before]
-    elif name in SPAWNED:
-        options = ("--nprocs", nprocs, *options)
+        number = rf"\g<1>{nprocs}"
+        words = [re.sub("(nproc-per-node=).*", number, word) for word in words]
+    words += [total, every]
     if own_options:
-        options = (*options_of(name, nprocs), *options)
-    return [str(x) for x in (*before, total, every, *options)]
+        words += options_of(name, nprocs)
+    if name in SPAWNED:
+        words += ["--nprocs", nprocs]
+    return [str(word) for word in (*words, *options)]
 
 
 def environment(script, env):
     """`env`, and where Python finds a variant, or its copy, as a module."""
-    path = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
-    return env | {"PYTHONPATH": ":".join(map(str, [home(script), *path]))}
+    folders = [str(home(script))]
+    if "PYTHONPATH" in env:
+        folders.append(str(env["PYTHONPATH"]))
+    return env | {"PYTHONPATH": ":".join(folders)}
 
 
 def launch(
@@ -141,7 +149,9 @@ def plant(name, folder, *changes, hooks=()):
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "utils.py", folder)
-    script = folder / (name if name in SCRIPTS else Path(name).name)
+    script = folder / name
+    if name not in SCRIPTS:
+        script = folder / Path(name).name
     script.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / name, script)
     if hooks:

@@ -20,8 +20,16 @@ TIMEOUT_S = int(os.environ.get("TEST_TIMEOUT_S", 240))  # a run takes 1 to 10 s
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
 
 # A launcher or a user may have set them, and a program would take them for its own.
-NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
-NOT_INHERITED |= {"MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"}
+NOT_INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 class TimedOut(Exception):
@@ -44,9 +52,11 @@ def temporary_folder():
 
 def clean_env(**extra):
     """The environment without a launcher's, and with `extra`; None means not set."""
-    env = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    env = {**os.environ}
+    for name in NOT_INHERITED:
+        env.pop(name, None)
     env |= {"TMPDIR": temporary_folder(), "PATH": PATH, **extra}
-    return {key: str(value) for key, value in env.items() if value is not None}
+    return {name: str(value) for name, value in env.items() if value is not None}
 
 
 def wait(condition, timeout_s, longest_pause_s=0.02):
@@ -64,6 +74,10 @@ def wait(condition, timeout_s, longest_pause_s=0.02):
 def wait_until(condition):
     if not wait(condition, TIMEOUT_S):
         raise TimedOut(f"nothing within {TIMEOUT_S} s")
+
+
+def text_of(path):
+    return path.read_bytes().decode(errors="replace")
 
 
 class Program:
@@ -84,7 +98,8 @@ class Program:
         # No pipes: a full one blocks, and what a program leaves behind keeps it open.
         folder = Path(tempfile.mkdtemp(dir=temporary_folder()))
         self.files = [folder / "stdout", folder / "stderr"]
-        self.process = self.status = None
+        self.process = None
+        self.status = None
         with open(self.files[0], "wb") as out, open(self.files[1], "wb") as err:
             if merged:
                 err = out
@@ -100,7 +115,9 @@ class Program:
                 )
                 self.pid = self.process.pid
             else:
-                from tools.run import warm  # it imports torch
+                # Here, because it imports torch: that takes seconds, and a real program
+                # is started without it.
+                from tools.run import warm
 
                 self.pid = warm.fork(words, cwd, environment, out, err)
         self.running.add(self)
@@ -118,7 +135,7 @@ class Program:
     @property
     def output(self):
         """What it has printed so far; without its stderr, unless they are merged."""
-        return self.files[0].read_bytes().decode(errors="replace")
+        return text_of(self.files[0])
 
     def wait_for(self, pattern, since=0):
         """The first match of `pattern` in `output`, from its character `since` on."""
@@ -136,12 +153,13 @@ class Program:
 
     def finish(self, timeout_s=None):
         """Wait for its end: Done. If it hangs, end all that it started: TimedOut."""
-        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        if timeout_s is None:
+            timeout_s = TIMEOUT_S
         in_time = wait(lambda: self.poll() is not None, timeout_s)
         if not in_time:
             self._end()
         self.running.discard(self)
-        texts = [x.read_bytes().decode(errors="replace") for x in self.files]
+        texts = [*map(text_of, self.files)]
         if not in_time:
             raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
         return Done(self.poll(), *texts)
@@ -174,7 +192,8 @@ def marked(mark):
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
+            variables = path.read_bytes().split(b"\0")
+            if f"MARK={mark}".encode() in variables:
                 found.append(int(path.parent.name))
     return found
 

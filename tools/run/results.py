@@ -29,16 +29,19 @@ def put_together(snapshot, folder):
         dcp_to_torch_save(folder, whole.name)
         snapshot |= load(whole.name)
     optimizer = snapshot["OPTIMIZER_STATE"]  # with names, where others have numbers
-    names = [x for group in optimizer["param_groups"] for x in group["params"]]
-    optimizer["state"] = {names.index(k): x for k, x in optimizer["state"].items()}
+    numbers = {}
     for group in optimizer["param_groups"]:
-        group["params"] = [names.index(x) for x in group["params"]]
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+        group["params"] = [numbers[name] for name in group["params"]]
+    state = optimizer["state"]
+    optimizer["state"] = {numbers[name]: state[name] for name in state}
 
 
 def weights(path):
     """All the weights in a snapshot, as one float64 tensor of shape (n,)."""
     state = load(path)["MODEL_STATE"]
-    return torch.cat([x.double().flatten() for x in state.values()])
+    return torch.cat([weight.double().flatten() for weight in state.values()])
 
 
 def same_bits(one, other):

@@ -88,22 +88,27 @@ class Slurm:
     """
 
     def __init__(self, count, folder, gpus=0, **conf):
-        gres = f" Gres=gpu:{gpus}" if gpus else ""
-        lines = [CONF, *(f"{name}={value}" for name, value in (QUICK | conf).items())]
-        lines += [f"NodeName=node[1-{count}] CPUs=4 RealMemory=16000{gres}"]
-        lines += ["PartitionName=all Nodes=ALL Default=YES"]
-        key, conf = secrets.token_hex(64), "\n".join(lines)
+        text = CONF
+        for name, value in (QUICK | conf).items():
+            text += f"{name}={value}\n"
+        text += f"NodeName=node[1-{count}] CPUs=4 RealMemory=16000"
+        if gpus:
+            text += f" Gres=gpu:{gpus}"
+        text += "\nPartitionName=all Nodes=ALL Default=YES"
+        key = secrets.token_hex(64)
         self.hosts = hosts.Hosts(count + 1, folder)
         self.login, *self.nodes = self.hosts
         self.run = self.login.run
         for host in self.hosts:
-            host.run("sh", "-ec", SETUP, "sh", key, conf, gpus)
+            host.run("sh", "-ec", SETUP, "sh", key, text, gpus)
         self.run("slurmctld", "-i")
         for node in self.nodes:
             node.run("slurmd", "-N", node.name)
-        states = "sinfo", "--noheader", "--format=%T"
-        all_idle = lambda: {*self.run(*states).split()} == {"idle"}  # noqa: E731
-        self.wait_until(all_idle, "not all nodes are idle")
+        self.wait_until(self.all_are_idle, "not all nodes are idle")
+
+    def all_are_idle(self):
+        states = self.run("sinfo", "--noheader", "--format=%T")
+        return set(states.split()) == {"idle"}
 
     def job(self, number):
         """What `scontrol show job` knows, as a dict of strings."""
@@ -135,8 +140,10 @@ if __name__ == "__main__":
     parser.add_argument("count", type=utils.positive_int, help="nodes to compute on")
     parser.add_argument("command", nargs="*", help="after --: what to run in it")
     args = parser.parse_args()
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         error(f"no Slurm on this machine: {reason}")
     with Slurm(args.count, ".") as slurm:
-        words = slurm.login.inside(args.command or [os.environ.get("SHELL", "sh")])
+        shell = os.environ.get("SHELL", "sh")
+        words = slurm.login.inside(args.command or [shell])
         sys.exit(subprocess.call(words, env=clean_env(PATH=hosts.PATH)))

@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib.util
 import io
+import itertools
 import os
 import runpy
 import signal
@@ -120,10 +121,14 @@ def _torchrun(words):
 
 def set_path_for(script, is_module):
     """Import from where a new Python would."""
-    first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
-    added = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x]
+    first = os.path.dirname(os.path.abspath(script))
+    if is_module:
+        first = os.getcwd()
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = [*filter(None, added)]
     ours = {str(ROOT), os.getcwd(), ""}
-    sys.path[:] = [first, *added, *(path for path in sys.path if path not in ours)]
+    others = [path for path in sys.path if path not in ours]
+    sys.path[:] = [first, *added, *others]
     for name in list(sys.modules):
         if name.partition(".")[0] in OF_A_COPY:
             del sys.modules[name]
@@ -147,16 +152,24 @@ def run_main(script, arguments, is_module):
     main = types.ModuleType("__main__")
     main.__file__ = os.path.abspath(script)
     sys.modules["__main__"] = main
-    exec(compile(Path(script).read_bytes(), main.__file__, "exec"), vars(main))
+    code = compile(Path(script).read_bytes(), main.__file__, "exec")
+    exec(code, vars(main))
 
 
 def uses_fork_server(words, folders):
     """Whether a script or a file of tests that `words` name has "forkserver" in it."""
-    names = [x.partition("::")[0] for x in words if ".py" in x]
-    names += [f"{x.replace('.', '/')}.py" for x in words]  # after -m
-    paths = {Path(folder, name).resolve() for folder in folders for name in names}
-    nodes = [x for path in filter(os.path.isfile, paths) for x in ast.walk(tree(path))]
-    return any(getattr(x, "value", None) == "forkserver" for x in nodes)
+    names = []
+    for word in words:
+        names.append(f"{word.replace('.', '/')}.py")  # after -m
+        if ".py" in word:
+            names.append(word.partition("::")[0])
+    products = itertools.product(folders, names)
+    paths = {Path(folder, name).resolve() for folder, name in products}
+    for path in filter(os.path.isfile, paths):
+        for node in ast.walk(tree(path)):
+            if getattr(node, "value", None) == "forkserver":
+                return True
+    return False
 
 
 @functools.cache
@@ -196,9 +209,10 @@ def become_and_exit(words, cwd, environment):
     try:
         gc.freeze()  # or each collection would copy all that the parent has: 0.2 s
         # The parent's objects on these numbers must not be closed by the collector.
-        code = environment.get("PYTHONIOENCODING")
-        sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(1), "wb"), code)
-        sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(2), "wb"), line_buffering=True)
+        out = os.fdopen(os.dup(1), "wb")
+        err = os.fdopen(os.dup(2), "wb")
+        sys.stdout = io.TextIOWrapper(out, environment.get("PYTHONIOENCODING"))
+        sys.stderr = io.TextIOWrapper(err, line_buffering=True)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # the parent's; so are the functions to call at exit

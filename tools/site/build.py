@@ -71,13 +71,20 @@ def place_of(block, hunk):
 
 def shown_lines(block):
     """The changed lines that match, below the name of what they stand in."""
-    lines, above, left = [], "", set(block.show)
+    lines = []
+    above = ""
+    left = set(block.show)
     for hunk in hunks(block.old, block.new):
+        place = place_of(block, hunk)
         for line in hunk.lines:
-            if found := {x for x in block.show if re.search(x, line)}:
-                place = place_of(block, hunk)
-                lines += [line] if place == above else [place, line]
-                above, left = place, left - found
+            found = {pattern for pattern in block.show if re.search(pattern, line)}
+            if not found:
+                continue
+            left -= found
+            if place != above:
+                lines.append(place)
+            lines.append(line)
+            above = place
     if left:
         raise block.wrong(f"no changed line matches {', '.join(sorted(left))}")
     return ["```diff", *lines, "```"]
@@ -88,40 +95,44 @@ CONTEXT = 2  # unchanged lines around a hunk
 
 def hunk_diff(block):
     """The block's hunks, with some lines around each."""
-    there, new = hunks(block.old, block.new), scripts.read_lines(block.new)
-    changed = {
-        number
-        for hunk in there
-        for number in range(hunk.new_start, hunk.new_start + len(hunk.added))
-    }
+    # {number of a line that the diff has not changed: the line}
+    unchanged = dict(enumerate(scripts.read_lines(block.new), 1))
+    for hunk in hunks(block.old, block.new):
+        for number in range(hunk.new_start, hunk.new_end):
+            del unchanged[number]
 
-    def unchanged(numbers):
-        near = itertools.takewhile(lambda number: number not in changed, numbers)
-        lines = [f" {new[number - 1]}" for number in near if 0 < number <= len(new)]
+    def nearest(numbers):
+        """The unchanged lines of these numbers, up to the first that is changed."""
+        near = itertools.takewhile(lambda number: number in unchanged, numbers)
+        lines = [f" {unchanged[number]}" for number in near]
         while lines and not lines[-1].strip():
             lines.pop()
         return lines
 
     lines = []
     for hunk in block.hunks:
-        start, end = hunk.new_start, hunk.new_start + len(hunk.added)
-        before = unchanged(range(start - 1, start - 1 - CONTEXT, -1))[::-1]
-        after = unchanged(range(end, end + CONTEXT))
-        lines += [place_of(block, hunk), *before, *hunk.lines, *after]
+        last_before = hunk.new_start - 1
+        before = nearest(range(last_before, last_before - CONTEXT, -1))
+        after = nearest(range(hunk.new_end, hunk.new_end + CONTEXT))
+        lines += [place_of(block, hunk), *reversed(before), *hunk.lines, *after]
     return ["```diff", *lines, "```"]
 
 
 def link(block, text, target):
-    path = os.path.relpath(ROOT / target, (ROOT / block.page).parent)
+    path = os.path.relpath(target, Path(block.page).parent)
     return f"[{text}]({path})"
+
+
+def page_links(block, names, between):
+    links = [link(block, title(name), f"docs/{name}.md") for name in names]
+    return between.join(links)
 
 
 def contents(block):
     """The list of all pages."""
     lines = []
     for group, names in GROUPS.items():
-        links = [link(block, title(name), f"docs/{name}.md") for name in names]
-        lines.append(f"- **{group}**: {' · '.join(links)}")
+        lines.append(f"- **{group}**: {page_links(block, names, ' · ')}")
     return lines
 
 
@@ -129,8 +140,9 @@ def chapters(name, explained):
     """The names of the pages that explain a script."""
     if name == scripts.trunk()[0]:
         return [FIRST_CHAPTER]
-    found = explained.get((scripts.PARENTS.get(name), name), {}).values()
-    return [*dict.fromkeys(page for page, _, _ in found)]
+    edge = (scripts.PARENTS.get(name), name)
+    pages = [page for page, _, _ in explained.get(edge, {}).values()]
+    return [*dict.fromkeys(pages)]
 
 
 def scripts_table(block, explained):
@@ -139,15 +151,20 @@ def scripts_table(block, explained):
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
     ]
-    others = scripts.PARENTS.keys() - scripts.SCRIPTS.keys()
-    for name in [*sorted(scripts.SCRIPTS, key=scripts.ancestry), *others]:
-        parent, what = scripts.PARENTS[name], scripts.summary(name)
+    names = sorted(scripts.SCRIPTS, key=scripts.ancestry)
+    names += scripts.PARENTS.keys() - scripts.SCRIPTS.keys()
+    for name in names:
+        parent = scripts.PARENTS[name]
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
-        names = chapters(name, explained)
-        where = ", ".join(link(block, title(x), f"docs/{x}.md") for x in names)
-        lines.append(f"| {link(block, name, name)} | {what} | {size} | {where} |")
+        cells = [
+            link(block, name, name),
+            scripts.summary(name),
+            size,
+            page_links(block, chapters(name, explained), ", "),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -156,14 +173,17 @@ def scripts_table(block, explained):
 
 def check_explanations(pages):
     """Every hunk of every edge has one heading, which says what it must."""
-    problems, found = [], explanations(pages)
-    for old, new in {**dict.fromkeys(scripts.ALL_EDGES), **found}:
+    problems = []
+    found = explanations(pages)
+    for edge in dict.fromkeys([*scripts.ALL_EDGES, *found]):
+        old, new = edge
         for hunk in hunks(old, new):
-            if hunk.number not in found.get((old, new), {}):
-                at = f"{old}:{hunk.old_start}"
-                if hunk.added:
-                    at = f"{new}:{hunk.new_start}"
-                problems.append(f"{at}: no chapter explains {hunk.lines}")
+            if hunk.number in found.get(edge, {}):
+                continue
+            at = f"{old}:{hunk.old_start}"
+            if hunk.added:
+                at = f"{new}:{hunk.new_start}"
+            problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
         seen = {}
         for block in page.blocks:
@@ -177,7 +197,8 @@ def check_explanations(pages):
             if not is_explained(section):
                 parts = "prose, or **What.** ... **Why.** ... **Without it.** ..."
                 problems.append(f"{at}: the explanation must be {parts}")
-            if not TESTS.fullmatch(section.rstrip().splitlines()[-1]):
+            last_line = section.rstrip().splitlines()[-1]
+            if not TESTS.fullmatch(last_line):
                 line = "Tests: [test_name](../tests/test_file.py), ..."
                 problems.append(f"{at}: the last line of the section must be {line}")
     return problems
@@ -185,12 +206,14 @@ def check_explanations(pages):
 
 def is_explained(section):
     """Whether it has prose, and of PARTS each at most once, in order and not empty."""
-    generated = r"^(#|<!--|Tests: |With \S+ changed:).*$"
-    prose = re.sub(generated, "", section, flags=re.M).strip()
-    parts = re.findall(rf"\*\*({'|'.join(PARTS)})\.\*\*", prose)
-    texts = re.split(rf"\*\*(?:{'|'.join(PARTS)})\.\*\*", prose)[1:]
-    in_order = parts == [x for x in PARTS if x in parts]
-    return bool(prose) and in_order and all(x.strip() for x in texts)
+    generated = r"(?m)^(#|<!--|Tests: |With \S+ changed:).*$"
+    prose = re.sub(generated, "", section).strip()
+    # `re.split` keeps what the group has matched: a part, its text, and so on.
+    _, *split = re.split(rf"\*\*({'|'.join(PARTS)})\.\*\*", prose)
+    parts = split[::2]
+    texts = split[1::2]
+    in_order = parts == [part for part in PARTS if part in parts]
+    return bool(prose) and in_order and all(map(str.strip, texts))
 
 
 def check_partners(pages):
@@ -201,11 +224,12 @@ def check_partners(pages):
     problems = []
     for page in pages:
         runs = [block for block in page.blocks if block.kind == "run"]
-        right = [right_output(page, block) for block in runs]
+        rights = [right_output(page, block) for block in runs]
         explaining = {block.anchor for block in page.blocks if block.hunks}
-        for block, other in zip(runs, right, strict=True):
-            silent = block.faults and not block.status and block.anchor in explaining
-            if silent and not other and block not in right:
+        for block, right in zip(runs, rights, strict=True):
+            is_silent = block.faults and not block.status
+            has_partner = right or block in rights
+            if is_silent and block.anchor in explaining and not has_partner:
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
@@ -221,7 +245,8 @@ def fill(page, outputs, explained):
         between = lines[block.line : block.end]
         if block.kind == "run":
             made = outputs.get((page.name, block.line), between)
-            made = between if same(between, made) else made
+            if same(between, made):
+                made = between
         elif block.kind == "scripts":
             made = scripts_table(block, explained)
         elif block.kind == "contents":
@@ -251,29 +276,37 @@ def build(args):
     problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
         name = Path(args.only).stem
-        pages = [page for page in pages if name == Path(page.name).stem]
+        pages = [page for page in pages if Path(page.name).stem == name]
         if not pages:
             raise InputError(f"there is no page {args.only}")
     outputs = {}
     if not args.diffs:
         outputs, wrong = run_all(pages)
         problems += wrong
-    filled = [(page, fill(page, outputs, explained)) for page in pages]
-    stale = [(page, lines) for page, lines in filled if lines != page.lines]
-    if args.check:
-        for page, lines in stale:
-            pairs = enumerate(zip(page.lines, lines, strict=False), 1)
-            differ = (number for number, (old, new) in pairs if old != new)
-            first = next(differ, len(lines))
-            problems.append(f"{page.name}:{first}: stale")
-            problems += [f"  now: {line}" for line in lines[first - 1 : first + 2]]
-    else:
-        for page, lines in stale:
+    # All pages are made before one is written: if one has bad input, no file changes.
+    filled = [fill(page, outputs, explained) for page in pages]
+    for page, lines in zip(pages, filled, strict=True):
+        if lines == page.lines:
+            continue
+        if args.check:
+            problems += staleness(page, lines)
+        else:
             (ROOT / page.name).write_text("\n".join(lines) + "\n")
             print(f"{page.name}: filled in")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
+
+
+def staleness(page, lines):
+    """Where the page first differs from the lines that it should have."""
+    first = len(lines)
+    for number, (old, new) in enumerate(zip(page.lines, lines, strict=False), 1):
+        if old != new:
+            first = number
+            break
+    now = [f"  now: {line}" for line in lines[first - 1 : first + 2]]
+    return [f"{page.name}:{first}: stale", *now]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import math
 import multiprocessing
 import os
 import re
@@ -52,20 +53,23 @@ def same(one, other):
     Nor where lines were cut: of several processes, they come in any order.
     """
 
-    def parts(lines):
-        text = "\n".join(line for line in lines if line != CUT)
-        for pattern in VARIES:
-            text = re.sub(pattern, "~", text)
-        number = r"\d+\.\d+"
-        return re.sub(number, "#", text), [*map(float, re.findall(number, text))]
-
-    (words, numbers), (other_words, others) = parts(one), parts(other)
     if (CUT in one) != (CUT in other):
         return False
-    return words == other_words and all(
-        abs(a - b) <= 1e-3 * max(abs(a), abs(b))
-        for a, b in zip(numbers, others, strict=True)
-    )
+    words, numbers = words_and_numbers(one)
+    other_words, other_numbers = words_and_numbers(other)
+    if words != other_words:
+        return False
+    pairs = zip(numbers, other_numbers, strict=True)
+    return all(math.isclose(number, other, rel_tol=1e-3) for number, other in pairs)
+
+
+def words_and_numbers(lines):
+    """(the text of an output with # for each number, the numbers)."""
+    text = "\n".join(line for line in lines if line != CUT)
+    for pattern in VARIES:
+        text = re.sub(pattern, "~", text)
+    number = r"\d+\.\d+"
+    return re.sub(number, "#", text), [*map(float, re.findall(number, text))]
 
 
 # One program of ours, with nothing that is left to a shell: it runs in a fork.
@@ -86,11 +90,16 @@ class Command:
     block: Block | None = None
 
     def is_plain(self):
-        faults = [new for _, new in self.block.faults] if self.block else []
-        files = [text for name, text in self.page.files.items() if name in self.text]
-        is_real = re.search(REAL, "\n".join([self.text, *faults, *files]))
-        ends_well = not self.block or not self.block.status
-        return bool(ends_well and not is_real and re.fullmatch(PLAIN, self.text))
+        texts = [self.text]
+        if self.block:
+            if self.block.status:
+                return False
+            texts += [new for _, new in self.block.faults]
+        for name, text in self.page.files.items():
+            if name in self.text:
+                texts.append(text)
+        is_real = re.search(REAL, "\n".join(texts))
+        return bool(not is_real and re.fullmatch(PLAIN, self.text))
 
 
 def run(command, tree):
@@ -124,7 +133,8 @@ def run_words(command, cwd, mark):
     try:
         status, output, _ = program.finish(TIMEOUT_S)
     except TimedOut as error:
-        status, output = 124, str(error)
+        status = 124
+        output = str(error)
     if left_over(mark, PATIENCE_S):  # it has killed them
         status = 124
     if not real:  # forks have their parent's environment, without a mark
@@ -136,12 +146,15 @@ def run_words(command, cwd, mark):
 
 def console(block, output):
     """The console fence of a `run` marker."""
-    above, changes, path = [], [], ROOT / block.script
+    changes = []
     for old, new in block.faults:
-        changes += [f"`{new}` instead of `{old}`" if new else f"without `{old}`"]
-        above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
+        changes.append(f"`{new}` instead of `{old}`" if new else f"without `{old}`")
+    path = ROOT / block.script
+    above = []
     if len(changes) > 1 and path.exists():
         above = [f"With {block.script} changed:", "", *patch(path, block.faults), ""]
+    elif changes:
+        above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
     shown = [line.rstrip() for line in output.splitlines()]
     if block.show:
         shown = cut(shown, block.show)
@@ -157,16 +170,15 @@ def hide(line):
 
 def patch(path, changes):
     """The fence of a diff that `git apply -p0` or `patch -p0` takes."""
-    old = new = path.read_text()
-    for pair in changes:
-        new = new.replace(*pair)
+    old = path.read_text()
+    new = old
+    for text, other in changes:
+        new = new.replace(text, other)
     name = str(path.relative_to(ROOT))
-    texts = old.splitlines(), new.splitlines()
-    return [
-        "```diff",
-        *difflib.unified_diff(*texts, name, name, n=1, lineterm=""),
-        "```",
-    ]
+    diff = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), name, name, n=1, lineterm=""
+    )
+    return ["```diff", *diff, "```"]
 
 
 def cut(lines, patterns):
@@ -182,12 +194,14 @@ def cut(lines, patterns):
 
 def what_is_wrong(block, status, output):
     """Why this is no output to show, or "" if it is."""
-    if status != (block.status if block else 0):
+    expected = block.status if block else 0
+    if status != expected:
         return f"exit status {status}"
-    if block and not output.strip():
-        return "prints nothing"
-    if block and block.show and cut(output.splitlines(), block.show) == [CUT]:
-        return "no line of what it prints is to be shown"
+    if block:
+        if not output.strip():
+            return "prints nothing"
+        if block.show and cut(output.splitlines(), block.show) == [CUT]:
+            return "no line of what it prints is to be shown"
     return ""
 
 
@@ -196,7 +210,7 @@ def commands_of(pages):
 
     tests/trunk/test_training.py::test_learns runs those, or a script's own tests do.
     """
-    scripts = *ROOT.glob("*.py"), *ROOT.glob("variants/*.py")
+    scripts = [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]
     tested = "\n".join(map(docstring, scripts)).splitlines()
     found = []
     for page in pages:
@@ -221,25 +235,29 @@ def timed(command, tree):
 
 def run_all(pages):
     """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
+    # Here, because it imports torch: the site imports this module, too, and runs no
+    # command.
     from tools.run import warm
 
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
-    outputs, problems = {}, []
+    outputs = {}
+    problems = []
     # Shells take longest: they are the first, so that none is left to the end alone.
-    commands = sorted(commands_of(pages), key=lambda command: command.is_plain())
+    commands = sorted(commands_of(pages), key=Command.is_plain)
     with contextlib.ExitStack() as stack:
         tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         copy_tree(tree)
         # Each worker is a process without threads, so that it may fork.
         forked = multiprocessing.get_context("fork")
         pool = stack.enter_context(ProcessPoolExecutor(2, mp_context=forked))
-        jobs = [(pool.submit(timed, x, tree), x) for x in commands]
-        for job, command in jobs:
+        jobs = [pool.submit(timed, command, tree) for command in commands]
+        for command, job in zip(commands, jobs, strict=True):
             status, output, seconds = job.result()
             at = f"{command.page.name}:{command.line}: {command.text}"
             print(f"{at}: exit status {status}, {seconds:.1f} s", flush=True)
             block = command.block
-            if not block and re.match(COMPARE, command.text) and status == 1:
+            is_comparison = not block and re.match(COMPARE, command.text)
+            if is_comparison and status == 1:
                 status = 0
             wrong = what_is_wrong(block, status, output)
             if wrong:

@@ -21,6 +21,7 @@ from tools.site.pages import parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
 BELOW = {"siblings": True, "descend": False}
+TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
 
 def dress(app, doctree):
@@ -28,84 +29,130 @@ def dress(app, doctree):
     docname = app.env.docname
     page = parse(f"docs/{docname}.md")
     for paragraph in doctree.findall(nodes.paragraph):
-        paragraph["classes"] += ["tests"] * paragraph.astext().startswith("Tests: ")
-    raws = {x.astext().strip(): x for x in doctree.findall(nodes.raw)}
-    runs = [x for x in page.blocks if x.kind in ("diff", "run")]
-    at = {x.line: raws[page.lines[x.line - 1]] for x in runs}
-    fences = {x.line: output_of(x, at[x.line]) for x in runs}
-    explaining = {x.anchor for x in page.blocks if x.hunks}
-    rights = {x.line: right_output(page, x) for x in runs if x.faults}
-    shown_as_right = [x.line for x in rights.values() if x]
-    for block in runs:
-        right, fence = rights.get(block.line), fences[block.line]
+        if paragraph.astext().startswith("Tests: "):
+            paragraph["classes"].append("tests")
+    raws = {raw.astext().strip(): raw for raw in doctree.findall(nodes.raw)}
+    fences = {}
+    for block in page.blocks:
+        if block.kind not in ("diff", "run"):
+            continue
+        fence = fence_of(block, raws[page.lines[block.line - 1]])
+        fences[block.line] = fence
         if block.kind == "diff":
             html = diff_html(block.old, block.new, fence.astext().splitlines())
             fence.replace_self(nodes.raw("", html, format="html"))
-        elif right and block.anchor in explaining and block.line not in shown_as_right:
-            outputs = fences[right.line].astext(), fence.astext()
-            shown = {"id": f"flip-{docname}-{block.line}", "rows": losses(*outputs)}
-            shown |= {"faults": block.faults, "scene": right.faults}
-            shown["outputs"] = [marked(*outputs), marked(*outputs[::-1])]
-            html = app.builder.templates.render("flip.html", shown)
-            fence.replace_self(nodes.raw(html, html, format="html"))
-            while (above := at[block.line].next_node(**BELOW)).rawsource != html:
-                above.parent.remove(above)
+    for block, right_block in switches(page):
+        fence = fences[block.line]
+        right = fences[right_block.line].astext()
+        wrong = fence.astext()
+        context = {
+            "id": f"flip-{docname}-{block.line}",
+            "rows": losses(right, wrong),
+            "faults": block.faults,
+            "scene": right_block.faults,
+            "outputs": [marked(right, wrong), marked(wrong, right)],
+        }
+        html = app.builder.templates.render("flip.html", context)
+        switch = nodes.raw(html, html, format="html")
+        fence.replace_self(switch)
+        remove_between(raws[page.lines[block.line - 1]], switch)
 
 
-def output_of(block, marker):
+def fence_of(block, marker):
     """The fence of a marker: below that of a patch if a run has one."""
     kind = "diff" if block.kind == "diff" else "console"
-    return marker.next_node(lambda x: x.get("language") == kind, **BELOW)
+    return marker.next_node(lambda node: node.get("language") == kind, **BELOW)
+
+
+def remove_between(marker, switch):
+    """Remove what said how the script was changed: the switch says it."""
+    node = marker.next_node(**BELOW)
+    while node is not switch:
+        node.parent.remove(node)
+        node = marker.next_node(**BELOW)
+
+
+def switches(page):
+    """[(block with a wrong output, block with the right one)]: they become a switch."""
+    explaining = {block.anchor for block in page.blocks if block.hunks}
+    pairs = []
+    for block in page.blocks:
+        right = right_output(page, block)
+        if block.faults and right:
+            pairs.append((block, right))
+    # A block that is the right output of a switch stays as it is.
+    shown_as_right = [right.line for _, right in pairs]
+    found = []
+    for block, right in pairs:
+        if block.anchor in explaining and block.line not in shown_as_right:
+            found.append((block, right))
+    return found
 
 
 @functools.cache
 def tokens_by_text(name):
-    lines = token_lines(name)
-    return {"".join(text for _, text in line).rstrip("\n"): line for line in lines}
+    """{a line of a file: its tokens}"""
+    found = {}
+    for tokens in token_lines(name):
+        line = "".join(text for _, text in tokens)
+        found[line.rstrip("\n")] = tokens
+    return found
 
 
 def diff_html(old, new, lines):
     """A diff with the colours of its language, and its changed words marked."""
-    runs = [(sign, [*x]) for sign, x in groupby(lines, lambda line: line[:1])]
-    html, marks = "", ({}, {})
-    for (sign, run), (next_sign, after) in pairwise([*runs, ("", [])]):
-        if sign != "+":
-            run_after = after if (sign, next_sign) == ("-", "+") else []
-            marks = marks_of(*([x[1:] for x in some] for some in (run, run_after)))[1]
-        tag = {"-": "del", "+": "ins", "@": "b"}.get(sign, "span")
-        for i, line in enumerate(run):
-            tokens = tokens_by_text(old if sign == "-" else new)
-            tokens = tokens.get(line[1:], [("", f"{line[1:]}\n")])
-            code = tokens_html(tokens, marks[sign == "+"].get(i, ()))
-            html += f"<{tag}>{sign}{code}</{tag}>"
+    runs = [(sign, [*run]) for sign, run in groupby(lines, lambda line: line[:1])]
+    html = ""
+    marks = {}  # {sign: {index of a line in its run: the places of changed words}}
+    for (sign, run), (next_sign, next_run) in pairwise([*runs, ("", [])]):
+        codes = [line[1:] for line in run]
+        if sign == "-" and next_sign == "+":
+            next_codes = [line[1:] for line in next_run]
+            _, (marks["-"], marks["+"]) = marks_of(codes, next_codes)
+        elif sign != "+":
+            marks = {}
+        tokens_of = tokens_by_text(old if sign == "-" else new)
+        tag = TAGS.get(sign, "span")
+        for index, code in enumerate(codes):
+            tokens = tokens_of.get(code, [("", f"{code}\n")])
+            places = marks.get(sign, {}).get(index, ())
+            html += f"<{tag}>{sign}{tokens_html(tokens, places)}</{tag}>"
     return f'<div class="highlight-diff highlight"><pre>{html}</pre></div>'
 
 
-def losses(*outputs):
-    """[(epoch, the held-out loss of each output)], as far as all of them have it."""
-    pattern = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
-    found = [dict(reversed(re.findall(pattern, x))) for x in outputs]
-    return [
-        (x, *(y[x] for y in found)) for x in sorted(set(found[0]).intersection(*found))
-    ]
+def losses(right, wrong):
+    """[(epoch, held-out loss, that of the wrong output)], as far as both have it."""
+    of_right = losses_by_epoch(right)
+    of_wrong = losses_by_epoch(wrong)
+    epochs = sorted(of_right.keys() & of_wrong.keys())
+    return [(epoch, of_right[epoch], of_wrong[epoch]) for epoch in epochs]
+
+
+def losses_by_epoch(output):
+    """{epoch: the first held-out loss that is printed of it}"""
+    found = re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output)
+    return dict(reversed(found))
 
 
 def masked(text):
     """A text with a ~ for each character that varies or is not shown."""
     for pattern in [*VARIES, re.escape(CUT)]:
-        text = re.sub(pattern, lambda x: "~" * len(x[0]), text)
+        text = re.sub(pattern, lambda found: "~" * len(found[0]), text)
     return text
 
 
 def marked(text, other):
     """The HTML of an output, with marks where it has words that the other has not."""
-    html, done, words = "", 0, masked(other).split()
+    html = ""
+    done = 0
+    others = masked(other).split()
     for word in re.finditer(r"[^\s~]+", masked(text)):
-        if not any(same([word[0]], [x]) for x in words):
-            html += escape(text[done : word.start()], False)
-            html += f"<mark>{escape(text[slice(*word.span())], False)}</mark>"
-            done = word.end()
-    return html + escape(text[done:], False)
+        if not any(same([word[0]], [other_word]) for other_word in others):
+            start, end = word.span()
+            html += escape(text[done:start], quote=False)
+            html += f"<mark>{escape(text[start:end], quote=False)}</mark>"
+            done = end
+    return html + escape(text[done:], quote=False)
 
 
 class Explainer:
@@ -121,14 +168,17 @@ class Explainer:
 
     def why(self, page, anchor):
         sections = self.doctree(page).findall(nodes.section)
-        section = next(x for x in sections if x.get("slug") == anchor)
+        section = next(node for node in sections if node.get("slug") == anchor)
         blocks = parse(f"docs/{page}.md").blocks
-        (block,) = [x for x in blocks if x.hunks and x.anchor == anchor]
-        ours = "<!--|<p class=.beside|<div class=.highlight-diff"
-        skipped = nodes.title, nodes.section
-        said = [x for x in section.children if not isinstance(x, skipped)]
-        said = [self.html(page, x) for x in said if not re.match(ours, x.astext())]
-        html = "".join(said)
+        (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
+        html = ""
+        for node in section.children:
+            if isinstance(node, (nodes.title, nodes.section)):
+                continue
+            # The page of two scripts has the diff, and needs no link to itself.
+            ours = "<!--|<p class=.beside|<div class=.highlight-diff"
+            if not re.match(ours, node.astext()):
+                html += self.html(page, node)
         what, without, rest = html.partition("<p><strong>Without it.</strong>")
         return {
             "id": f"why-{page}-{anchor}",
@@ -136,7 +186,7 @@ class Explainer:
             "link": f"../{page}.html#{anchor}",
             "chapter": self.app.env.titles[page].astext(),
             "step": (block.old, block.new),
-            "html": [x for x in (what, without + rest) if x],
+            "html": [part for part in (what, without + rest) if part],
             "flips": "<fieldset" in html,
         }
 
@@ -156,12 +206,17 @@ class Explainer:
 
         Each text stands at its largest hunk below the imports; the others link to it.
         """
-        at, found = {}, {}
-        largest_first = sorted(hunks(old, new), key=lambda x: -len(x.lines))
-        order = sorted(largest_first, key=lambda x: in_head(x, old, new))
-        for n in (x.number for x in order):
-            whys = [self.why(page, anchor) for page, _, anchor in places[n]]
-            where = [at.setdefault(x["id"], n) for x in whys]
-            pairs = zip(whys, where, strict=True)
-            found[n] = [x | {"at": y, "here": y == n} for x, y in pairs]
+
+        def rank(hunk):
+            return in_head(hunk, old, new), -len(hunk.lines)
+
+        stands_at = {}
+        found = {}
+        for hunk in sorted(hunks(old, new), key=rank):
+            found[hunk.number] = []
+            for page, _, anchor in places[hunk.number]:
+                why = self.why(page, anchor)
+                at = stands_at.setdefault(why["id"], hunk.number)
+                is_here = at == hunk.number
+                found[hunk.number].append(why | {"at": at, "here": is_here})
         return found

@@ -5,6 +5,7 @@ sidebar, a page for every two scripts side by side, and a page for every file of
 repository that a chapter links to.
 """
 
+import itertools
 from pathlib import Path
 
 from docutils import nodes
@@ -32,8 +33,8 @@ def add_links(app, docname, source):
     pairs = [(block.old, block.new) for block in blocks if block.old]
     app.env.metadata[docname]["pairs"] = pairs
     for block in reversed(blocks):
-        links = ", ".join(f'<a href="{url}">{text}</a>' for url, text in beside(block))
-        text = f'<p class="beside">Side by side: {links}</p>'
+        links = [f'<a href="{url}">{text}</a>' for url, text in beside(block)]
+        text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
         lines[block.end + 1 : block.end + 1] = ["", text, ""]
     if docname == app.config.root_doc:
         for group, names in pages.GROUPS.items():
@@ -49,13 +50,16 @@ def beside(block):
         return [("side_by_side/index.html", "any two of the scripts")]
     url = f"{page_of(block.old, block.new)}.html"
     of = f"of {len(hunks(block.old, block.new))}"
-    changes = [(f"{url}#hunk-{x}", f"change {x} {of}") for x, *_ in block.hunks]
+    changes = []
+    for hunk in block.hunks:
+        changes.append((f"{url}#hunk-{hunk.number}", f"change {hunk.number} {of}"))
     return changes or [(url, f"{block.old} and {block.new}")]
 
 
 def link_files(app, doctree):
     """A link to a file of the repository leads to a page of the site that shows it."""
-    shown = app.env.metadata[app.env.docname]["files"] = []
+    shown = []
+    app.env.metadata[app.env.docname]["files"] = shown
     links = list(doctree.findall(addnodes.download_reference))
     links += doctree.findall(addnodes.pending_xref)
     for node in links:
@@ -72,20 +76,24 @@ def link_files(app, doctree):
 
 def line_of(name, text):
     """The address of the function or class of this name in a Python file, or ""."""
-    where = scopes(name) if name.endswith(".py") else []
-    return next((f"#L{first}" for first, _, x in where if x == text), "")
+    if name.endswith(".py"):
+        for first, _, defined in scopes(name):
+            if defined == text:
+                return f"#L{first}"
+    return ""
 
 
 def make_pages(app):
     """The pages that are not made from Markdown."""
     explained = pages.explanations()
     scripts = sorted(SCRIPTS, key=ancestry)
-    pairs = [(old, new) for old in scripts for new in scripts if old != new]
-    metadata = app.env.metadata.values()
-    in_chapters = [pair for data in metadata for pair in data.get("pairs", [])]
-    pairs = list(dict.fromkeys([*pairs, *ALL_EDGES, *in_chapters]))
-    linked = {name for data in metadata for name in data.get("files", [])}
-    files = sorted(linked.union(*pairs))
+    pairs = [*itertools.permutations(scripts, 2), *ALL_EDGES]
+    files = set()
+    for data in app.env.metadata.values():
+        pairs += data.get("pairs", [])
+        files.update(data.get("files", []))
+    pairs = [*dict.fromkeys(pairs)]
+    files = sorted(files.union(*pairs))
     app.builder.globalcontext |= {  # which Sphinx's page for searching gets as well
         "scripts": scripts,
         "edges": ALL_EDGES,
@@ -102,7 +110,8 @@ def make_pages(app):
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
     explainer = Explainer(app)
     for old, new in pairs:
-        whys = explainer.whys(old, new, explain(old, new, explained))
+        places = explain(old, new, explained)
+        whys = explainer.whys(old, new, places)
         context = {
             "title": f"{old} and {new} side by side",
             "old": old,
@@ -112,8 +121,8 @@ def make_pages(app):
         }
         yield page_of(old, new), context, "side_by_side.html"
     for name in files:
-        context = {"title": name, "lines": "".join(plain_lines(name))}
-        yield f"source/{name}", context, "source.html"
+        lines = "".join(plain_lines(name))
+        yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
 
 
 def add_to_page(app, pagename, templatename, context, doctree):

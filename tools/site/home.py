@@ -5,7 +5,7 @@ import re
 from tools.diffs import hunks
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
-from tools.site.pages import parse, right_output
+from tools.site.pages import has, parse, right_output
 
 # Whose diffs come first: each of these texts is in one of them, with what goes wrong.
 MISTAKES = {
@@ -20,28 +20,31 @@ MISTAKES = {
 def readme():
     """The title, the first paragraph as plain text and the first commands."""
     text = "\n".join(read_lines("README.md"))
-    paragraphs = re.split(r"\n\n+", text.partition("\n")[2].strip())
-    promise = " ".join(next(x for x in paragraphs if re.match(r"\w", x)).split())
+    heading, _, body = text.partition("\n")
+    paragraphs = re.split(r"\n\n+", body.strip())
+    first = next(text for text in paragraphs if re.match(r"\w", text))
+    promise = " ".join(first.split())
     promise = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", promise)
-    fence = re.search(r"^```sh\n(.*?)\n```", text, re.M | re.S)
-    title = text.partition("\n")[0].removeprefix("# ")
+    fence = re.search(r"(?ms)^```sh\n(.*?)\n```", body)
+    title = heading.removeprefix("# ")
     return {"title": title, "promise": promise, "commands": fence[1]}
 
 
 def mistake(text, old, new, explained):
     """A diff, and the losses that are printed with it and without it."""
-    (hunk,) = [x for x in hunks(old, new) if text in "\n".join(x.lines)]
+    (hunk,) = [hunk for hunk in hunks(old, new) if has(hunk, text)]
     name, heading, anchor = explained[old, new][hunk.number]
     page = parse(f"docs/{name}.md")
-    wrong = next(x for x in page.blocks if x.faults and x.anchor == anchor)
-    both = [page.lines[x.line : x.end] for x in (right_output(page, wrong), wrong)]
+    blocks = [block for block in page.blocks if block.faults and block.anchor == anchor]
+    right = page.output_of(right_output(page, blocks[0]))
+    wrong = page.output_of(blocks[0])
     return {
         "heading": heading,
         "id": f"why-{name}-{anchor}",
         "diff": re.sub("(>[-+]) +", r"\1 ", diff_html(old, new, hunk.lines)),
-        "losses": losses(*("\n".join(x) for x in both))[-1],
+        "losses": losses(right, wrong)[-1],
         "what": MISTAKES[text],
-        "stops": "error:" in str(both[1]),
+        "stops": "error:" in wrong,
     }
 
 
@@ -55,5 +58,5 @@ def home(explained):
         "root_of": root_of,
         "old": old,
         "new": new,
-        "mistakes": [mistake(x, old, new, explained) for x in MISTAKES],
+        "mistakes": [mistake(text, old, new, explained) for text in MISTAKES],
     }

@@ -1,6 +1,7 @@
 """The Markdown pages: their headings, markers and commands; see tools/site/build.py."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ GROUPS = {
     "Evidence": "what_is_proven",
 }
 GROUPS = {group: names.split() for group, names in GROUPS.items()}
+READING_ORDER = sum(GROUPS.values(), [])
 END = "<!-- end -->"
 DIFF = r"diff (?P<old>\S+) (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)"
 SHOW = r" \(show(?P<show>(?: `[^`]+`)+)\)"
@@ -27,8 +29,17 @@ SHOWN = rf"diff{SHOW} (?P<old>\S+) (?P<new>[^\s:]+)"
 RUN = (
     rf"run(?: \(exit status (?P<status>\d+)\))?(?:{SHOW})?"
     r"(?P<faults>(?: with `[^`]+` as `[^`]*`)+:)?"
-    r" (?P<command>(?!with |\(show |\(exit ).*\S)"
+    r" (?P<text>(?!with |\(show |\(exit ).*\S)"
 )
+MARKERS = {  # what stands in the comment, and its kind
+    "not run here: (?P<text>.+)": "not run here",
+    r"file (?P<text>[\w-]+\.\w+)": "file",
+    "scripts": "scripts",
+    "contents": "contents",
+    RUN: "run",
+    SHOWN: "diff",
+    DIFF: "diff",
+}
 TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
     "a diff": r"[-+@]",
     "a command or its output": r"[$] |epoch \d",
@@ -69,17 +80,24 @@ class Page:
 
     def section(self, block):
         """The text from the block's heading to the next, without what is generated."""
-        starts = [line for line, *_ in self.headings]
+        starts = [line for line, _, _ in self.headings]
         first = max(line for line in starts if line <= block.line)
-        last = min([x for x in starts if x > block.line], default=len(self.lines) + 1)
-        text = "\n".join(self.lines[first - 1 : last - 1])
-        return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        below = [line for line in starts if line > block.line]
+        end = min(below, default=len(self.lines) + 1)
+        text = "\n".join(self.lines[first - 1 : end - 1])
+        return re.sub(r"(?ms)^```.*?^```", "", text)
+
+    def output_of(self, block):
+        """The text between a block's markers."""
+        return "\n".join(self.lines[block.line : block.end])
 
 
 def slug(heading, taken):
     """The anchor that code hosts and MyST give to a heading."""
-    text = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-    number = taken[text] = taken.get(text, -1) + 1
+    text = re.sub(r"[^\w\- ]", "", heading.lower())
+    text = text.strip().replace(" ", "-")
+    number = taken[text]  # how often it is taken already
+    taken[text] += 1
     return f"{text}-{number}" if number else text
 
 
@@ -89,21 +107,27 @@ def title(name):
 
 
 def page_names():
-    pages = sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("docs/**/*.md"))
+    paths = ROOT.glob("docs/**/*.md")
+    pages = sorted(str(path.relative_to(ROOT)) for path in paths)
     return ["README.md", "CONTRIBUTING.md", *pages]
 
 
 def parse(name, lines=None):
     """Find the headings, markers and commands of a page, or raise InputError."""
-    page = Page(name, read_lines(name) if lines is None else lines)
-    lines, taken, i = page.lines, {}, 0
+    if lines is None:
+        lines = read_lines(name)
+    page = Page(name, lines)
+    taken = Counter()
     pending = None  # a `file` or `not run here` marker that waits for its fence
+    i = 0
     while i < len(lines):
         line = lines[i]
         if pending and not line.startswith("```"):
             raise pending.wrong("no fence stands directly below this marker")
-        if heading := re.match(r"#+ (.*)", line):
-            page.headings.append((i + 1, heading[1], slug(heading[1], taken)))
+        heading = re.match(r"#+ (.*)", line)
+        if heading:
+            text = heading[1]
+            page.headings.append((i + 1, text, slug(text, taken)))
         elif line.startswith("```"):
             i = read_fence(page, i, pending)
             pending = None
@@ -112,8 +136,9 @@ def parse(name, lines=None):
             if block.kind in ("file", "not run here"):
                 pending = block
             else:
-                i = block.end = find_end(block, lines)
+                block.end = find_end(block, lines)
                 page.blocks.append(block)
+                i = block.end
         elif re.match(r" {4}(?!- )|\t|<pre|.*(~~~|```)|(=+|---+) *$", line):
             what = "code that is not in a fence of its own (```sh), or an underline"
             raise InputError(f"{name}:{i + 1}: {what}")
@@ -123,7 +148,9 @@ def parse(name, lines=None):
 
 def read_fence(page, first, marker):
     """Note what the fence at index `first` holds; return the index of its end."""
-    lines, at = page.lines, f"{page.name}:{first + 1}"
+    lines = page.lines
+    number = first + 1
+    at = f"{page.name}:{number}"
     ticks, kind = re.match(r"(`+)(.*)", lines[first]).groups()
     if ticks not in lines[first + 1 :]:
         raise InputError(f"{at}: a fence without end")
@@ -136,54 +163,63 @@ def read_fence(page, first, marker):
         page.files[marker.text] = "\n".join(body) + "\n"
     elif kind == "sh":
         text = "\n".join(body).replace("\\\n", " ")
-        commands = [" ".join(x.split()) for x in text.splitlines() if x.strip()]
+        commands = [" ".join(line.split()) for line in text.splitlines()]
+        commands = [*filter(None, commands)]
         if not commands or "<<" in text:
             raise InputError(f"{at}: a fence of sh holds one command a line")
-        page.commands += [
-            (first + 1, x, marker.text if marker else "") for x in commands
-        ]
+        why_not_run = marker.text if marker else ""
+        page.commands += [(number, command, why_not_run) for command in commands]
     elif kind == "text":
         for what, pattern in TYPED.items():
-            if any(re.match(pattern, x) for x in body):
+            if any(re.match(pattern, line) for line in body):
                 raise InputError(f"{at}: {what}, typed: those are generated")
     return last
 
 
+def marker_of(text):
+    """(kind, {part: its text}) of what stands in a comment; ("", {}) if unknown."""
+    for pattern, kind in MARKERS.items():
+        found = re.fullmatch(pattern, text)
+        if found:
+            return kind, found.groupdict(default="")
+    return "", {}
+
+
 def read_marker(page, number, line):
     """The Block of a marker's line, checked against the files that it names."""
-    found = re.fullmatch(r"<!-- (.*?) -->", line)
-    if not found:
-        raise InputError(f"{page.name}:{number}: a marker is a comment of one line")
-    block = Block(page.name, number, "", found[1])
+    at = f"{page.name}:{number}"
+    comment = re.fullmatch(r"<!-- (.*?) -->", line)
+    if not comment:
+        raise InputError(f"{at}: a marker is a comment of one line")
+    text = comment[1]
+    kind, parts = marker_of(text)
+    if not kind:
+        raise InputError(f"{at}: no such marker: {line}")
+    block = Block(page.name, number, kind, parts.get("text", text))
     if page.headings:
         _, block.heading, block.anchor = page.headings[-1]
-    if found := re.fullmatch("not run here: (.+)", block.text):
-        block.kind, block.text = "not run here", found[1]
-    elif found := re.fullmatch(r"file ([\w-]+\.\w+)", block.text):
-        block.kind, block.text = "file", found[1]
-    elif block.text in ("scripts", "contents"):
-        block.kind = block.text
-    elif found := re.fullmatch(RUN, block.text):
-        block.kind, block.status = "run", int(found["status"] or 0)
-        block.text = found["command"]
-        block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", found["faults"] or "")
-        block.show = re.findall(r"`([^`]+)`", found["show"] or "")
-        if block.faults:
-            block.script = script_of(block.text)
-            check_faults(page, block)
-    elif found := re.fullmatch(SHOWN, block.text) or re.fullmatch(DIFF, block.text):
-        found = found.groupdict()
-        block.kind, block.old, block.new = "diff", found["old"], found["new"]
-        block.show = re.findall(r"`([^`]+)`", found.get("show") or "")
-        find_hunks(block, re.findall(r"`([^`]+)`", found.get("texts") or ""))
-    else:
-        raise block.wrong(f"no such marker: {line}")
+    block.old = parts.get("old", "")
+    block.new = parts.get("new", "")
+    block.status = int(parts.get("status") or 0)
+    block.show = quoted(parts.get("show", ""))
+    block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", parts.get("faults", ""))
+    if block.faults:
+        block.script = script_of(block.text)
+        check_faults(page, block)
+    if kind == "diff":
+        find_hunks(block, quoted(parts.get("texts", "")))
     return block
+
+
+def quoted(text):
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", text)
 
 
 def script_of(command):
     """The path of the script that a command runs, or ""."""
-    if module := re.search(r"-m ((?:variants|mingpt)\.\w+)", command):
+    module = re.search(r"-m ((?:variants|mingpt)\.\w+)", command)
+    if module:
         return f"{module[1].replace('.', '/')}.py"
     script = re.search(r"\S+\.py", command)
     return script[0] if script else ""
@@ -193,7 +229,8 @@ def check_faults(page, block):
     """The block's script has each text that is to be replaced just once."""
     text = page.files.get(block.script) or "\n".join(read_lines(block.script))
     for old, _ in block.faults:
-        if (count := text.count(old)) != 1:
+        count = text.count(old)
+        if count != 1:
             raise block.wrong(f"{block.script} has {old!r} {count} times, not once")
 
 
@@ -201,23 +238,26 @@ def find_hunks(block, texts):
     """Note the hunks of the block's diff that have these texts in them."""
     there = hunks(block.old, block.new)
     for text in texts:
-        # `Block.forward: text` is in that function alone.
-        have = [
-            x
-            for x in there
-            if any(text.removeprefix(f"{x.scope}: ") in line[1:] for line in x.lines)
-        ]
-        if len(have) != 1:
+        found = [hunk for hunk in there if has(hunk, text)]
+        if len(found) != 1:
             where = f"the diff from {block.old} to {block.new}"
-            raise block.wrong(f"{text!r} is in {len(have)} hunks of {where}, not 1")
-        block.hunks += have
+            raise block.wrong(f"{text!r} is in {len(found)} hunks of {where}, not 1")
+        block.hunks += found
+
+
+def has(hunk, text):
+    """Whether a changed line has this text; `Block.forward: text` only stands there."""
+    text = text.removeprefix(f"{hunk.scope}: ")
+    return any(text in line for line in hunk.removed + hunk.added)
 
 
 def find_end(block, lines):
-    markers = [i for i in range(block.line, len(lines)) if lines[i].startswith("<!--")]
-    if not markers or lines[markers[0]] != END:
-        raise block.wrong(f"this marker has no {END}")
-    return markers[0]
+    for i in range(block.line, len(lines)):
+        if lines[i] == END:
+            return i
+        if lines[i].startswith("<!--"):
+            break
+    raise block.wrong(f"this marker has no {END}")
 
 
 def right_output(page, block):
@@ -225,9 +265,12 @@ def right_output(page, block):
 
     Fewer, and not none: some faults only set the scene, in the right output as well.
     """
-    runs = [x for x in page.blocks if (x.kind, x.text) == ("run", block.text)]
-    others = [x for x in runs if set(x.faults) < set(block.faults)]
-    return max(others, key=lambda x: len(x.faults), default=None)
+    others = []
+    for other in page.blocks:
+        is_same_run = other.kind == "run" and other.text == block.text
+        if is_same_run and set(other.faults) < set(block.faults):
+            others.append(other)
+    return max(others, key=lambda other: len(other.faults), default=None)
 
 
 # Explanations
@@ -248,24 +291,24 @@ def explanations(pages=None):
     Pages go by their name in docs/ without `.md`. Raises InputError if a hunk has two.
     """
     found = {}
-    for page in pages or [parse(x) for x in page_names()]:
+    for page in pages or map(parse, page_names()):
+        name = Path(page.name).stem
         for block in page.blocks:
             for hunk in block.hunks:
                 places = found.setdefault((block.old, block.new), {})
-                place = Path(page.name).stem, block.heading, block.anchor
                 if hunk.number in places:
-                    other = places[hunk.number]
-                    raise block.wrong(f"{other[0]} explains it already: {hunk.lines}")
-                places[hunk.number] = place
+                    other, _, _ = places[hunk.number]
+                    raise block.wrong(f"{other} explains it already: {hunk.lines}")
+                places[hunk.number] = (name, block.heading, block.anchor)
     return found
 
 
 def named_tests(old, new):
     """{hunk number: the tests that its explanation says will miss it}."""
-    return {
-        hunk.number: linked_tests(page.section(block))
-        for page in map(parse, page_names())
-        for block in page.blocks
-        if (block.old, block.new) == (old, new)
-        for hunk in block.hunks
-    }
+    found = {}
+    for page in map(parse, page_names()):
+        for block in page.blocks:
+            if (block.old, block.new) == (old, new):
+                tests = linked_tests(page.section(block))
+                found |= {hunk.number: tests for hunk in block.hunks}
+    return found

@@ -4,6 +4,7 @@ Both sides of a stretch have equally many rows: a line stands beside the one tha
 changed into, and a gap beside a line that has none.
 """
 
+import ast
 import functools
 import itertools
 import re
@@ -13,7 +14,7 @@ from os.path import commonprefix
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
 
-from tools.diffs import align, hunks, matcher, tree_of
+from tools.diffs import align, changes, hunks, matcher, tree_of
 from tools.scripts import ROOT, ancestry
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
@@ -47,26 +48,35 @@ def token_lines(name):
     return lines if lines[-1] else lines[:-1]
 
 
-PLAIN = ("", "w", "n", "p", "o")  # what needs no colour, so that the page stays light
-OLD, NEW = "old-L", "L"  # ids: `old-L41` is line 41 on the left, `L41` on the right
+# The classes that need no colour: without them, the page stays light.
+PLAIN = ("", "w", "n", "p", "o")
+# Ids: `old-L41` is line 41 on the left, and `L41` is line 41 on the right.
+OLD = "old-L"
+NEW = "L"
 
 
 def tokens_html(tokens, marked=()):
     """The HTML of a line; `marked` are the places of its changed characters."""
+
+    def is_marked(place):
+        return place in marked
+
     length = sum(len(text) for _, text in tokens)
-    out, place = [], 0
+    html = ""
+    end = 0
     for css, text in tokens:
-        places = enumerate(text, place)
-        for is_marked, group in itertools.groupby(places, lambda x: x[0] in marked):
-            piece = escape("".join(character for _, character in group), quote=False)
-            kind = "mark" if is_marked and piece.strip() else "span"
+        start = end
+        end += len(text)
+        for has_mark, places in itertools.groupby(range(start, end), is_marked):
+            piece = "".join(text[place - start] for place in places)
+            kind = "mark" if has_mark and piece.strip() else "span"
+            piece = escape(piece, quote=False)
             if kind == "mark" or css not in PLAIN:
                 piece = f'<{kind} class="{css}">{piece}</{kind}>'
-            out.append(piece)
-        place += len(text)
+            html += piece
         if text in (".", "(") and length > 40:
-            out.append("<wbr>")  # a phone breaks a long line here, and not in a name
-    return "".join(out)
+            html += "<wbr>"  # a phone breaks a long line here, and not in a name
+    return html
 
 
 def line_html(tag, id, number, tokens, marked=()):
@@ -95,32 +105,53 @@ def words_of(line):
 @functools.cache
 def likeness(one, other):
     """The share of the names and numbers of two lines that is in both; 0 if small."""
-    names = [[x for x in re.findall(r"\w+", y) if x != "self"] for y in (one, other)]
-    alike = matcher(*names).ratio()
+    alike = matcher(names_in(one), names_in(other)).ratio()
     return alike if alike >= SIMILAR else 0
+
+
+def names_in(line):
+    """The names and numbers of a line, without `self`, which most lines have."""
+    return [name for name in re.findall(r"\w+", line) if name != "self"]
 
 
 def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
-    words = words_of(one), words_of(other)
+    words = words_of(one)
+    other_words = words_of(other)
     # Equal words at both ends: what was put between them is marked.
-    first = len(commonprefix(words))
-    last = len(commonprefix([x[first:][::-1] for x in words]))
-    starts = [[0, *itertools.accumulate(map(len, x))] for x in words]
-    found = [set(range(x[first], x[-1 - last])) for x in starts]
-    middles = [x[first : len(x) - last] for x in words]
-    for *places, size in matcher(*middles).get_matching_blocks():
-        for x, start, place in zip(found, starts, places, strict=True):
-            x -= set(range(start[first + place], start[first + place + size]))
+    first = len(commonprefix([words, other_words]))
+    ends = words[first:][::-1], other_words[first:][::-1]
+    last = len(commonprefix(ends))
+    middle = words[first : len(words) - last]
+    other_middle = other_words[first : len(other_words) - last]
+    changed_words = set()
+    changed_others = set()
+    for i1, i2, j1, j2 in changes(middle, other_middle):
+        changed_words.update(range(first + i1, first + i2))
+        changed_others.update(range(first + j1, first + j2))
+    return places_in(words, changed_words), places_in(other_words, changed_others)
+
+
+def places_in(words, numbers):
+    """The places of the characters in the words of these numbers."""
+    found = set()
+    end = 0
+    for number, word in enumerate(words):
+        start = end
+        end += len(word)
+        if number in numbers:
+            found.update(range(start, end))
     return found
 
 
 def marks_of(removed, added):
     """(which lines were changed into which, {line: places} of each side)."""
-    pairs, marks = align(removed, added, likeness), ({}, {})
-    for a, b in pairs:
-        marks[0][a], marks[1][b] = changed_places(removed[a], added[b])
-    return pairs, marks
+    pairs = align(removed, added, likeness)
+    old_marks = {}
+    new_marks = {}
+    for i, j in pairs:
+        old_marks[i], new_marks[j] = changed_places(removed[i], added[j])
+    return pairs, (old_marks, new_marks)
 
 
 # Explanations
@@ -128,7 +159,8 @@ def marks_of(removed, added):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one script to another in the tree."""
-    to_old, to_new = (set(itertools.pairwise(ancestry(name))) for name in (old, new))
+    to_old = set(itertools.pairwise(ancestry(old)))
+    to_new = set(itertools.pairwise(ancestry(new)))
     return sorted(to_old ^ to_new, key=lambda edge: len(ancestry(edge[1])))
 
 
@@ -138,49 +170,73 @@ def explain(old, new, explained):
     Where no chapter has this diff, it is those of the hunks on the way from one script
     to the other that have a changed line in common with it, or its place.
     """
-    places, own = {}, explained.get((old, new), {})
-    on_the_way = [
-        (hunk, explained[edge][hunk.number])
-        for edge in path_between(old, new)
-        for hunk in hunks(*edge)
-        if hunk.number in explained.get(edge, {})
-    ]
+    on_the_way = []
+    for edge in path_between(old, new):
+        for hunk in hunks(*edge):
+            place = explained.get(edge, {}).get(hunk.number)
+            if place:
+                on_the_way.append((hunk, place))
+    own = explained.get((old, new), {})
+    places = {}
     for hunk in hunks(old, new):
-        texts = {line for line in hunk.removed + hunk.added if line.strip()}
         if hunk.number in own:
             found = [own[hunk.number]]
         else:
-            found = [
-                place
-                for other, place in on_the_way
-                if texts.intersection(other.removed + other.added)
-            ] or [place for other, place in on_the_way if other.scope == hunk.scope]
+            found = [place for other, place in on_the_way if share_a_line(hunk, other)]
+        if not found:
+            found = [place for other, place in on_the_way if other.scope == hunk.scope]
         places[hunk.number] = list(dict.fromkeys(found))
     return places
+
+
+def share_a_line(hunk, other):
+    lines = {line for line in hunk.removed + hunk.added if line.strip()}
+    return lines.intersection(other.removed + other.added)
 
 
 # Parts
 
 
-def changed(tag, id, name, start, places, marked):
+def changed(tag, id, name, start, places, marks):
     """The HTML of one side of a change; `places` are its rows, counted from `start`."""
-    found = []
+    html = ""
     for place in places:
         if place is None:
-            found.append("<i></i>")
+            html += "<i></i>"
         else:
-            tokens = token_lines(name)[start + place - 1]
-            marks = marked.get(place, ())
-            found.append(line_html(tag, id, start + place, tokens, marks))
-    return "".join(found)
+            number = start + place
+            tokens = token_lines(name)[number - 1]
+            html += line_html(tag, id, number, tokens, marks.get(place, ()))
+    return html
 
 
 def in_head(hunk, old, new):
     """Whether nothing changes in a hunk but the docstring and the imports."""
-    ends = {old: hunk.old_start + len(hunk.removed)}
-    ends[new] = hunk.new_start + len(hunk.added)
-    code = {x: [y for y in tree_of(x).body[1:] if "Import" not in str(y)] for x in ends}
-    return all(end <= code[name][0].lineno for name, end in ends.items())
+    return hunk.old_end <= first_code(old) and hunk.new_end <= first_code(new)
+
+
+def first_code(name):
+    """The line of the first statement below the docstring and the imports."""
+    imports = (ast.Import, ast.ImportFrom)
+    body = tree_of(name).body[1:]
+    return next(node.lineno for node in body if not isinstance(node, imports))
+
+
+def rows_of(pairs, sizes):
+    """[(index of a removed line, index of an added one)], None for a gap.
+
+    pairs: which of them stand beside each other. sizes: how many there are of each.
+    """
+    rows = []
+    next_old = 0
+    next_new = 0
+    for i, j in [*pairs, sizes]:
+        rows += [(index, None) for index in range(next_old, i)]
+        rows += [(None, index) for index in range(next_new, j)]
+        rows.append((i, j))
+        next_old = i + 1
+        next_new = j + 1
+    return rows[:-1]  # without `sizes`
 
 
 def parts(old, new, whys):
@@ -189,48 +245,56 @@ def parts(old, new, whys):
     The first ends with the last change of the docstring and the imports.
     whys: {hunk number: [explanations]}.
     """
-    found, i, j, head = [], 1, 1, 0
+    found = []
+    head = 0
+    next_old = 1
+    next_new = 1
     for hunk in hunks(old, new):
-        found += unchanged(old, new, i, j, hunk.old_start - i)
-        i, j = hunk.old_start + len(hunk.removed), hunk.new_start + len(hunk.added)
-        sizes = len(hunk.removed), len(hunk.added)
-        pairs, marks = marks_of(hunk.removed, hunk.added)
+        found += unchanged(old, new, next_old, next_new, hunk.old_start - next_old)
+        next_old = hunk.old_end
+        next_new = hunk.new_end
+        sizes = (len(hunk.removed), len(hunk.added))
+        pairs, (old_marks, new_marks) = marks_of(hunk.removed, hunk.added)
         if sizes == (1, 1):  # they stand beside each other, alike or not
             pairs = [(0, 0)]
-        rows, a, b = [], 0, 0
-        for x, y in [*pairs, sizes]:
-            rows += [(z, None) for z in range(a, x)] + [(None, z) for z in range(b, y)]
-            rows.append((x, y))
-            a, b = x + 1, y + 1
-        left, right = zip(*rows[:-1], strict=True)
+        left, right = zip(*rows_of(pairs, sizes), strict=True)
         part = {
             "kind": "hunk",
             "hunk": hunk,
             "whys": whys[hunk.number],
             "count": len(left),
-            "old": changed("del", OLD, old, hunk.old_start, left, marks[0]),
-            "new": changed("ins", NEW, new, hunk.new_start, right, marks[1]),
+            "old": changed("del", OLD, old, hunk.old_start, left, old_marks),
+            "new": changed("ins", NEW, new, hunk.new_start, right, new_marks),
         }
         found.append(part)
         if in_head(hunk, old, new):
             head = len(found)
-    found += unchanged(old, new, i, j, len(token_lines(old)) + 1 - i)
+    count = len(token_lines(old)) + 1 - next_old
+    found += unchanged(old, new, next_old, next_new, count)
     return found[:head], found[head:]
 
 
-def unchanged(old, new, i, j, count):
-    """`count` lines from `i` and `j` that are the same, folded but for the edges."""
-    last = i + count > len(token_lines(old))
-    top = 0 if i == 1 else CONTEXT
-    bottom = 0 if last else CONTEXT
+def unchanged(old, new, old_start, new_start, count):
+    """`count` lines that are the same, folded but for the edges."""
+    is_last = old_start + count > len(token_lines(old))
+    top = 0 if old_start == 1 else CONTEXT
+    bottom = 0 if is_last else CONTEXT
     if count <= top + bottom + 1:
-        top, bottom = count, 0
-    found, middle = [], count - top - bottom
+        top = count
+        bottom = 0
+    found = []
+    done = 0
+    middle = count - top - bottom
     for kind, length in ("same", top), ("fold", middle), ("same", bottom):
         if length:
-            one = plain_lines(old, OLD)[i - 1 : i - 1 + length]
-            other = plain_lines(new, NEW)[j - 1 : j - 1 + length]
-            part = {"kind": kind, "count": length}
-            found.append(part | {"old": "".join(one), "new": "".join(other)})
-            i, j = i + length, j + length
+            i = old_start - 1 + done
+            j = new_start - 1 + done
+            part = {
+                "kind": kind,
+                "count": length,
+                "old": "".join(plain_lines(old, OLD)[i : i + length]),
+                "new": "".join(plain_lines(new, NEW)[j : j + length]),
+            }
+            found.append(part)
+            done += length
     return found
