@@ -109,7 +109,8 @@ def hidden(ranks):
             launched.append(start)
         elif name.endswith(": AddmmBackward0"):
             computed.append(end)
-    return sum(start < max(computed) for start in launched)
+    backward_ended = max(computed)
+    return sum(start < backward_ended for start in launched)
 
 
 BUCKETS = NAME, ("--bucket-mb", 1), SMALL
