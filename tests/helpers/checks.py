@@ -9,7 +9,7 @@ from tools.run.results import weights
 from tools.scripts import ROOT
 
 
-def noted(folder, name, ranks=2):
+def noted(folder, name="noted", ranks=2):
     """[what each rank has noted]: `write` in tests/hooks/__init__.py writes the files.
 
     There must be one of each rank, and no other.

@@ -300,7 +300,7 @@ def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
     """
     folder, _, _, count = changed(name)
     ranks = 2 if name in DISTRIBUTED else 1
-    first, *others = noted(folder, "noted", ranks)
+    first, *others = noted(folder, ranks=ranks)
     assert count > 8
     assert set(first) == set(range(count))
     assert others == [first] * (ranks - 1)

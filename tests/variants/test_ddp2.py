@@ -142,7 +142,7 @@ def test_the_ranks_of_a_node_and_how_long_they_wait(two_nodes):
     folder, _ = two_nodes()
     first = [[0, 1], 300]
     second = [[2, 3], 300]
-    assert noted(folder, "noted", ranks=4) == [first, first, second, second]
+    assert noted(folder, ranks=4) == [first, first, second, second]
 
 
 @pytest.mark.waits
