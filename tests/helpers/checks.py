@@ -2,6 +2,7 @@
 
 import json
 
+import torch
 from torch.testing import assert_close
 
 from tools.run.launch import run_script
@@ -18,6 +19,12 @@ def noted(folder, name="noted", ranks=2):
     expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
     assert files == expected
     return [json.loads(file.read_text()) for file in files]
+
+
+def stack(samples):
+    """(source, targets) of all samples."""
+    source, targets = zip(*samples, strict=True)
+    return torch.stack(source), torch.stack(targets)
 
 
 def help_of(name, folder):

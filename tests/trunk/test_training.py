@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from tests.conftest import once
-from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    noted,
+    stack,
+)
 from tests.hooks.float64 import double
 from tools.run.launch import (
     DISTRIBUTED,
@@ -314,7 +319,7 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
     if "float64" in hooks:
         eval_set = double(eval_set)
         model.double()
-    source, targets = map(torch.stack, zip(*eval_set, strict=True))
+    source, targets = stack(eval_set)
     norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
     model = torch.nn.Sequential(norm, model)
     model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
-from tests.helpers.checks import noted
+from tests.helpers.checks import noted, stack
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import command, environment, objects_of, plant, run_script
 from tools.run.processes import Program
@@ -83,12 +83,6 @@ def trained(folder, nodes, nprocs, *changes):
     for node in done:
         assert node.returncode == 0, done
     return done[0]
-
-
-def stack(samples):
-    """(source, targets) of all samples."""
-    source, targets = zip(*samples, strict=True)
-    return torch.stack(source), torch.stack(targets)
 
 
 @in_a_fork

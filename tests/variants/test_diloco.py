@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
-from tests.helpers.checks import help_of
+from tests.helpers.checks import help_of, stack
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import launch, objects_of, plant, train
 from tools.run.results import load, losses, same_bits, weights
@@ -32,7 +32,7 @@ def batches(data, epoch, ranks):
 def trained(ranks_by_epoch):
     """The weights after these epochs. The outer optimizer is torch.optim's."""
     train_set, _, model, loss_fn, _ = objects_of(NAME)
-    source, targets = map(torch.stack, zip(*train_set, strict=True))
+    source, targets = stack(train_set)
     start = parameters_to_vector(model.parameters()).detach()
     outer = torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
     momentum = torch.zeros_like(start)
