@@ -1,5 +1,6 @@
 """What the tests of many scripts look at, and compare."""
 
+import importlib
 import json
 
 import torch
@@ -19,6 +20,15 @@ def noted(folder, name="noted", ranks=2):
     expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
     assert files == expected
     return [json.loads(file.read_text()) for file in files]
+
+
+def import_script(name):
+    """A script as a module, such as "variants/fsdp.py".
+
+    A test calls it, because an import at the top of its file would make all its tests
+    fail if the script cannot be imported.
+    """
+    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
 
 
 def stack(samples):

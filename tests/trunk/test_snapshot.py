@@ -177,7 +177,8 @@ def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
     """Each rank has its own disk; after a restart the newest may be on any of them."""
     folder, _ = runs("multinode.py")
     new = load(folder / "snapshot.pt")
-    zeros = {name: torch.zeros_like(x) for name, x in new["MODEL_STATE"].items()}
+    weights = new["MODEL_STATE"].items()
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights}
     other = new | {"MODEL_STATE": zeros}  # as far, and of another run
     snapshots = {"old": other | {"EPOCHS_RUN": 2}, "new": new, "other": other}
     kinds = found.split()

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import parallel_apply
 
+from tests.helpers.checks import import_script
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
@@ -58,10 +59,9 @@ def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
 )
 def test_the_line_for_gpus(count, batch, line):
     """It only needs to know how many there are."""
-    from variants.data_parallel import describe_split
-
+    data_parallel = import_script(NAME)
     wrapper = types.SimpleNamespace(device_ids=list(range(count)))
-    assert describe_split(wrapper, batch) == f"DataParallel {line}"
+    assert data_parallel.describe_split(wrapper, batch) == f"DataParallel {line}"
 
 
 # Snapshots

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
-from tests.helpers.checks import noted, stack
+from tests.helpers.checks import import_script, noted, stack
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import command, environment, objects_of, plant, run_script
 from tools.run.processes import Program
@@ -20,7 +20,8 @@ NAME = "variants/ddp2.py"
 
 
 def accuracies(done):
-    return [float(x) for x in re.findall(r"retrieval accuracy (\S+)", done.stdout)]
+    found = re.findall(r"retrieval accuracy (\S+)", done.stdout)
+    return [float(accuracy) for accuracy in found]
 
 
 @pytest.mark.waits
@@ -38,8 +39,7 @@ def test_learns(typed):
 
 def test_gather_has_static_methods():
     """As PyTorch's documentation asks. Up to 2.13 it computes the same without."""
-    from variants import ddp2
-
+    ddp2 = import_script(NAME)
     members = vars(ddp2.Gather)
     assert type(members["forward"]) is staticmethod
     assert type(members["backward"]) is staticmethod
@@ -184,8 +184,7 @@ def test_refused_in_one_line(tmp_path, world_size, nodes, batch_size, line):
 
 def test_the_views_are_what_they_say():
     """Of 20 directions, 8 tell points apart, and 4 of these the families."""
-    from variants import ddp2
-
+    ddp2 = import_script(NAME)
     train_set, held_out = ddp2.load_views()
     assert len(train_set) == 2048
     assert len(held_out) == 512

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
-from tests.helpers.checks import help_of, noted
+from tests.helpers.checks import help_of, import_script, noted
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import hooks_to_compare, launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
@@ -134,7 +134,7 @@ def test_all_ranks_take_the_same_where_one_lacks_bfloat16(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_that_imitates_bfloat16_does_not_have_it(monkeypatch, native):
-    from variants import mixed_precision
+    mixed_precision = import_script(NAME)
 
     def is_bf16_supported(including_emulation=True):
         return native or including_emulation

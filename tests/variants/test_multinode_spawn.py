@@ -16,7 +16,7 @@ import pytest
 
 import utils
 from tests.conftest import needs_hosts
-from tests.helpers.checks import assert_same_weights, noted
+from tests.helpers.checks import assert_same_weights, import_script, noted
 from tools.run.hosts import Hosts
 from tools.run.launch import command, environment, plant, train
 from tools.run.processes import Program, TimedOut
@@ -137,8 +137,7 @@ HELP = (
 
 @pytest.mark.parametrize("words", [*LINES, "--help"])
 def test_bad_argument_and_help(words, monkeypatch, capsys):
-    from variants import multinode_spawn
-
+    multinode_spawn = import_script(NAME)
     monkeypatch.setattr(sys, "argv", ["multinode_spawn.py", *words.split()])
     with pytest.raises(SystemExit):
         multinode_spawn.parse_args(utils.make_parser(multinode_spawn.__doc__))

@@ -8,6 +8,7 @@ import uuid
 import pytest
 import torch
 
+from tests.helpers.checks import import_script
 from tools.run.launch import command, environment, home, launch, plant
 from tools.run.processes import Program, left_over
 from tools.run.results import load, same_bits, weights
@@ -225,9 +226,10 @@ def test_the_rest_of_an_epoch_on_more_processes_or_fewer(
 
 def test_the_sampler_leaves_out_what_is_trained():
     """And nothing, where nobody says that something is. What is left, it counts."""
-    from variants.preemptible import ResumableSampler
-
-    sampler = ResumableSampler(range(10), num_replicas=2, rank=1, shuffle=False)
+    preemptible = import_script(NAME)
+    sampler = preemptible.ResumableSampler(
+        range(10), num_replicas=2, rank=1, shuffle=False
+    )
     assert list(sampler) == [1, 3, 5, 7, 9]
     sampler.start = 3
     assert list(sampler) == [7, 9]

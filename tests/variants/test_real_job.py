@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.conftest import once
-from tests.helpers.checks import noted, stack
+from tests.helpers.checks import import_script, noted, stack
 from tools.run.launch import command, environment, objects_of, plant, train
 from tools.run.processes import Program, left_over
 from tools.run.results import load
@@ -173,8 +173,7 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
         monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
     else:
         pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
-    from variants import real_job
-
+    real_job = import_script(NAME)
     train_set, held_out = real_job.load_digits()
     assert len(train_set) == 1437
     assert len(held_out) == 360
@@ -206,8 +205,7 @@ class Drawing(Dataset):  # each sample: its index, a random number, its process
 
 def epochs(ranks=1, **workers):
     """[{sample: number}] of two epochs, and the processes that drew them."""
-    from variants import real_job
-
+    real_job = import_script(NAME)
     drawn = [{}, {}]
     pids = [set(), set()]
     for rank in range(ranks):
@@ -239,8 +237,7 @@ def test_random_numbers_follow_from_epoch_and_sample():
 
 def test_drawing_for_a_sample_leaves_other_random_numbers_alone(monkeypatch):
     """Without workers, dropout draws in the same process. GPUs are not asked."""
-    from variants import real_job
-
+    real_job = import_script(NAME)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     torch.manual_seed(3)
     undisturbed = torch.rand(2).tolist()

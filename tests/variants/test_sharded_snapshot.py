@@ -6,7 +6,12 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    import_script,
+    noted,
+)
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
@@ -61,13 +66,12 @@ def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     resumed = train(script, 2, 1, cwd=tmp_path)
     assert losses(resumed) == losses(done)[1:2]
     assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
-    from variants.sharded_snapshot import load_parts, load_train_objs
-
-    _, _, model, _, optimizer = load_train_objs()
+    sharded_snapshot = import_script(NAME)
+    _, _, model, _, optimizer = sharded_snapshot.load_train_objs()
     (group,) = optimizer.param_groups
     group["lr"] = 1.0
     (folder,) = tmp_path.glob("snapshot.pt.2.*")
-    load_parts(model, optimizer, folder)
+    sharded_snapshot.load_parts(model, optimizer, folder)
     assert optimizer.param_groups[0]["lr"] == 0.001
 
 
