@@ -50,15 +50,9 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
     script = plant("multinode.py", tmp_path, hooks=hooks)
     mark = uuid.uuid4().hex
-    done = launch(
-        script,
-        5,
-        2,
-        cwd=tmp_path,
-        real="what is known of a process that ended is the claim",
-        MARK=mark,
-        IN_STEP_80="raise",
-    )
+    real = "what is known of a process that ended is the claim"
+    env = {"MARK": mark, "IN_STEP_80": "raise"}
+    done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
     assert done.returncode == 1
     # In all of the report: torchrun counts in seconds, and may take the lost connection
     # of rank 0 for the root cause.

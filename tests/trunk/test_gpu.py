@@ -198,15 +198,8 @@ def test_mingpt_resumes_after_sigterm_bit_for_bit(precision, compile, tmp_path):
     train_loss, val_loss = printed(gpt(*options, cwd=undisturbed))[-1]
     print(f"losses {train_loss} and {val_loss}")
     resumed = tmp_path / "resumed"
-    gpt(
-        *options,
-        cwd=resumed,
-        script=[HOOKS / "gpt.py"],
-        status=os.EX_TEMPFAIL,
-        **ENV,
-        DO="sigterm",
-        AT_STEP=12,
-    )
+    how = {"script": [HOOKS / "gpt.py"], "status": os.EX_TEMPFAIL}
+    gpt(*options, cwd=resumed, **how, **ENV, DO="sigterm", AT_STEP=12)
     gpt(*options, cwd=resumed)
     assert same_bits(load(resumed / "mingpt.pt"), load(undisturbed / "mingpt.pt"))
 

@@ -38,19 +38,11 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     ends = [2, 5]
     if devices == 4 or "real_job" in name:  # its rate follows from the end
         ends = [5]
+    options = "--batch-size", batch_size(name, 64, devices)
+    env = {"STANDIN_DEVICES": devices, **STANDIN}
     found = []
     for end in ends:
-        done = train(
-            script,
-            end,
-            2,
-            "--batch-size",
-            batch_size(name, 64, devices),
-            cwd=tmp_path,
-            nprocs=devices,
-            STANDIN_DEVICES=devices,
-            **STANDIN,
-        )
+        done = train(script, end, 2, *options, cwd=tmp_path, nprocs=devices, **env)
         assert f"{ranks} x standin, " in done.stdout
         found += losses(done)
     _, on_the_cpu = runs(name, devices)

@@ -24,16 +24,9 @@ def odd(tmp_path_factory):
     def run(name, nprocs, options, *changes):
         folder = tmp_path_factory.mktemp("odd")
         script = plant(name, folder / "copy", *changes, hooks=["ddp_by_hand:odd"])
+        options = ("--batch-size", 66 // nprocs, *options)
         done = train(
-            script,
-            2,
-            2,
-            "--batch-size",
-            66 // nprocs,
-            *options,
-            cwd=folder,
-            nprocs=nprocs,
-            own_options=False,
+            script, 2, 2, *options, cwd=folder, nprocs=nprocs, own_options=False
         )
         return load(folder / "snapshot.pt"), losses(done)
 

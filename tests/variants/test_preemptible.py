@@ -96,15 +96,8 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     workers = "worker_init_fn=", "num_workers=2,\n        worker_init_fn="
     script = plant(NAME, tmp_path / "copy", workers, hooks=["faults:in_step_80"])
     mark = uuid.uuid4().hex
-    done = launch(
-        script,
-        5,
-        2,
-        cwd=tmp_path,
-        real="torchrun's own signals",
-        MARK=mark,
-        IN_STEP_80="sigterm_to_launcher",
-    )
+    env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
+    done = launch(script, 5, 2, cwd=tmp_path, real="torchrun's own signals", **env)
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(mark)

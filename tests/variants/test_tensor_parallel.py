@@ -61,17 +61,9 @@ def test_any_split_continues_any_other(tmp_path, model):
     parent = plant(PARENT, tmp_path / "parent", *changes, hooks=hooks)
     pieces = []
     for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
+        options = "--batch-size", 64 * split // ranks, "--split", split
         done = train(
-            script,
-            epochs,
-            1,
-            "--batch-size",
-            64 * split // ranks,
-            "--split",
-            split,
-            cwd=tmp_path,
-            nprocs=ranks,
-            own_options=False,
+            script, epochs, 1, *options, cwd=tmp_path, nprocs=ranks, own_options=False
         )
         pieces += losses(done)
     alone = {"cwd": tmp_path, "nprocs": 1}
