@@ -18,7 +18,7 @@ def noted(folder, name="noted", ranks=2):
     """
     files = sorted(folder.glob(f"{name}.*.json"))
     expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
-    assert files == expected
+    assert files == expected, files
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -40,7 +40,7 @@ def stack(samples):
 def help_of(name, folder):
     """What `--help` prints, with a space for each line break and indentation."""
     done = run_script(ROOT / name, "--help", cwd=folder)
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
     return " ".join(done.stdout.split())
 
 
