@@ -88,8 +88,8 @@ def pytest_unconfigure(config):
 def standin(tmp_path_factory):
     """The stand-in for GPUs is compiled.
 
-    It may take all of these 10 minutes: if the compiler were killed on the way, its
-    lock would stay, and later tests would wait for it.
+    This takes a minute, and longer on a busy machine. A time-out that kills the compiler
+    would leave its lock, and later tests would wait for that.
     """
     for compiler in ("g++", "ninja"):
         if not shutil.which(compiler):
