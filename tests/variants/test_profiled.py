@@ -82,8 +82,8 @@ def test_too_few_steps_for_a_profile(runs, tmp_path):
 
 
 def test_the_first_step_can_be_measured(tmp_path):
-    steps = "WAIT, WARM_UP, ACTIVE = "
-    script = plant(NAME, tmp_path / "copy", FEW, (f"{steps}5, 2, 5", f"{steps}0, 0, 1"))
+    one = ("WAIT = 5", "WAIT = 0"), ("WARM_UP = 2", "WARM_UP = 0")
+    script = plant(NAME, tmp_path / "copy", FEW, *one, ("ACTIVE = 5", "ACTIVE = 1"))
     done = train(script, 1, 1, cwd=tmp_path)
     assert done.stdout.splitlines()[-1].startswith("step ")
     assert not list(tmp_path.glob("*.json"))  # they are for --trace
