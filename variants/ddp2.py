@@ -168,9 +168,7 @@ def evaluate_retrieval(seen, loss_fn):
     A point is found if its own second view is the most similar to its first view.
     """
     mine = [(output.cpu(), targets.cpu()) for output, targets in seen]
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    batches = sum(parts, [])  # the lists of all ranks, as one
+    batches = sum(utils.gather(mine), [])  # the lists of all ranks, as one
     output = torch.cat([output for output, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
     scores = output[:, 0] @ output[:, 1].T  # of first views and second views

@@ -107,8 +107,7 @@ class StepProfile:
         ms["exposed communication"] = exposed_ms(profiler.events(), on_cpu) / ACTIVE
         ms["backward"] -= ms["exposed communication"]
         ms["step"] = sum(ms.values())
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, ms)
+        ranks = utils.gather(ms)
         self.summary = "share of a step".ljust(21)
         for rank in range(len(ranks)):
             self.summary += f"rank {rank}".rjust(18)

@@ -90,12 +90,10 @@ class TrainLoop:
             mine = [self.get_predictions(batch) for batch in self._batches(data)]
         self.model.train(training)
         mine = nested(torch.Tensor.cpu, mine)
-        parts = [mine]
-        if shared:
-            parts = [None] * self.world_size
-            dist.all_gather_object(parts, mine)
         batches = []
-        for row in itertools.zip_longest(*parts):  # a batch of each rank, as shared out
+        for row in itertools.zip_longest(
+            *utils.gather(mine)
+        ):  # a batch of each rank, as shared out
             batches += [batch for batch in row if batch is not None]
         return nested(lambda *tensors: torch.cat(tensors), *batches)
 
@@ -422,8 +420,8 @@ class TrainLoop:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         if dist.is_initialized():
-            epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-            dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+            # Those of each rank's snapshot
+            epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)
             newest = epochs.index(max(epochs))  # all load this rank's snapshot
             if len(set(epochs)) > 1:
                 self._print(f"epochs saved, by rank: {epochs}. All take {newest}'s")
