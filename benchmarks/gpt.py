@@ -147,8 +147,10 @@ class PlainLoop(InTurns):
             {"params": matrices, "weight_decay": args.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        fused = {"fused": True} if self.hugging_face else {}
-        self.optimizer = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95), **fused)
+        fused = self.hugging_face or None  # None: as it is by default
+        self.optimizer = torch.optim.AdamW(
+            groups, args.lr, betas=(0.9, 0.95), fused=fused
+        )
         if self.version.compiled:
             self.model.compile()
 

@@ -94,11 +94,8 @@ class Edge:
         ranks = [json.loads(file.read_text()) for file in files]
         figures = {}
         for key in ranks[0]:
-            numbers = [rank[key] for rank in ranks]
-            if key in ("seconds", "peak_bytes"):
-                figures[key] = max(numbers)
-            else:
-                figures[key] = statistics.fmean(numbers)
+            of_ranks = max if key in ("seconds", "peak_bytes") else statistics.fmean
+            figures[key] = of_ranks(rank[key] for rank in ranks)
         if memory and self.device == "cpu":
             few = min(samples, 2 * batch_size * self.nprocs)  # two steps show it
             again = self.run(script, few, batch_size, *options, GIVE_BACK=1)

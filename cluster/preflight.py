@@ -294,12 +294,12 @@ def compare(hosts):
 
 def call(host, others):
     """Findings: hosts that cannot be connected to from `host`, which is this one."""
+    own = host["name"]
     for other in others:
         why, cure = probe_port(other["announced"], other["port"])
-        if why and other["name"] != host["name"]:
+        if why and other["name"] != own:
             there = f"{other['name']}, which is {other['address']}"
-            what = f"{host['name']} cannot connect to {there}: {why}"
-            yield "FAIL", what, f"on {host['name']}: {cure}"
+            yield "FAIL", f"{own} cannot connect to {there}: {why}", f"on {own}: {cure}"
 
 
 def lead(host, port, others, wait_s):
@@ -378,7 +378,8 @@ def peers_of(rank, locals_of_ranks):
 
 def check(rank, local, everybody, host, timeout_s, cpu, link_gbit):
     """Yields what a process does next, and what to type if that fails; then does it."""
-    who = f"rank {rank} on {host['name']}"
+    own = host["name"]
+    who = f"rank {rank} on {own}"
     backend = host["backend"]
     findings = []
     device = torch.device("cpu")
@@ -389,7 +390,7 @@ def check(rank, local, everybody, host, timeout_s, cpu, link_gbit):
     size = 256 if device.type == "cpu" else 4096
     ones = torch.ones(size, size, device=device)
     if not (ones @ ones == len(ones)).all():
-        cure = f"on {host['name']}: nvidia-smi -q; dmesg | grep -i xid"
+        cure = f"on {own}: nvidia-smi -q; dmesg | grep -i xid"
         findings.append(("FAIL", f"{who} multiplies wrongly", cure))
     address = os.environ["MASTER_ADDR"]
     port = os.environ["MASTER_PORT"]
@@ -436,7 +437,7 @@ def check(rank, local, everybody, host, timeout_s, cpu, link_gbit):
                     what = f"slow link, {who} to rank {peer} on {there['name']}: "
                     what += f"{gbit:.2f} Gbit/s; {expected:g} expected"
                     what += " (or say --link-gbit)"
-                    cure = f"on {host['name']}: ethtool {host['interface']}; iperf3 -c "
+                    cure = f"on {own}: ethtool {host['interface']}; iperf3 -c "
                     cure += f"{there['address']}; NCCL_DEBUG=INFO names the network"
                     findings.append(("FAIL", what, cure))
         dist.barrier(group=gloo)

@@ -155,7 +155,7 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        done = (-1, 0)  # (epochs, samples of the next epoch)
+        done = (-1, 0)  # (epochs, samples of the one under way)
         if snapshot:  # other scripts save no SAMPLES_RUN
             done = snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)
         dist.all_gather_object(epochs, done)

@@ -82,9 +82,8 @@ class TrainLoop:
     @torch.no_grad()
     def predict(self, loader):
         """(outputs, targets) of all samples. In `fit`, all ranks must call it."""
-        shared = dist.is_initialized()
         training = self.model.training
-        data = self._share_out(loader) if shared else loader
+        data = self._share_out(loader) if dist.is_initialized() else loader
         self.model.eval()
         with self.autocast:
             mine = [self.get_predictions(batch) for batch in self._batches(data)]
