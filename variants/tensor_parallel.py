@@ -84,8 +84,8 @@ def replace_parameters(optimizer, parts, mesh):
     for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
         part = parts[parameter]
         for key, value in state.items():
-            is_like_it = getattr(value, "shape", None) == part.shape
-            if isinstance(part, DTensor) and is_like_it:
+            same_shape = getattr(value, "shape", None) == part.shape
+            if isinstance(part, DTensor) and same_shape:
                 state[key] = distribute_tensor(value, mesh, part.placements)
     state = optimizer.state_dict()  # by number, so that it fits the new ones
     for group in optimizer.param_groups:  # or it would train the old parameters
