@@ -89,10 +89,9 @@ class TrainLoop:
             mine = [self.get_predictions(batch) for batch in self._batches(data)]
         self.model.train(training)
         mine = nested(torch.Tensor.cpu, mine)
+        parts = utils.gather(mine)
         batches = []
-        for row in itertools.zip_longest(
-            *utils.gather(mine)
-        ):  # a batch of each rank, as shared out
+        for row in itertools.zip_longest(*parts):  # a batch of each rank, as shared out
             batches += [batch for batch in row if batch is not None]
         return nested(lambda *tensors: torch.cat(tensors), *batches)
 
