@@ -261,8 +261,7 @@ def meet(args):
             break
         time.sleep(0.2)
     if fault:
-        if args.nr == 0:
-            time.sleep(2)  # the others read it before this process' store ends
+        time.sleep(2 if args.nr == 0 else 0)  # the others read it before its store ends
         utils.error(fault)
     return store
 

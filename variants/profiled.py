@@ -83,10 +83,8 @@ class StepProfile:
         """From here on, the step is in `part`."""
         self.span = record_function(part)  # also ends the span before it
         self.span.__enter__()
-        if self.device.type == "cpu":
-            now = CpuEvent()
-        else:
-            now = torch.Event(self.device, enable_timing=True)
+        on_cpu = self.device.type == "cpu"
+        now = CpuEvent() if on_cpu else torch.Event(self.device, enable_timing=True)
         now.record()
         self.marks.append((part, now))
 

@@ -88,8 +88,9 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
 
 @pytest.mark.waits
 def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
-    """`--epochs N` is short for `N 1`; one machine needs no port that is agreed on."""
+    """`--epochs N` is short for `N 1`; one machine needs no address and no port."""
     words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
+    words += " --master-addr no.such.host"
     both = [[*words.split(), "--snapshot-path", f"{x}.pt"] for x in "ab"]
     for stdout, stderr in ended([Program(x, tmp_path, PYTHONPATH=ROOT) for x in both]):
         assert stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
