@@ -98,8 +98,9 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
 
 @pytest.mark.waits
 def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
-    """`--epochs N` is short for `N 1`; one machine needs no port that is agreed on."""
+    """`--epochs N` is short for `N 1`; one machine needs no address and no port."""
     words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
+    words += " --master-addr no.such.host"
     words = [*words.split(), "--snapshot-path"]
     first = Program([*words, "first.pt"], tmp_path, PYTHONPATH=ROOT)
     second = Program([*words, "second.pt"], tmp_path, PYTHONPATH=ROOT)
