@@ -88,8 +88,8 @@ def pytest_unconfigure(config):
 def standin(tmp_path_factory):
     """The stand-in for GPUs is compiled.
 
-    This takes a minute, and longer on a busy machine. If a time-out killed the compiler,
-    its lock would stay, and later tests would wait for it.
+    This takes a minute, and longer on a busy machine. If a time-out killed the
+    compiler, its lock would stay, and later tests would wait for it.
     """
     for compiler in ("g++", "ninja"):
         if not shutil.which(compiler):

@@ -149,7 +149,8 @@ def nest(data):
     """The samples as (dict, tensor)."""
     samples = []
     for index, (source, targets) in enumerate(data):
-        samples.append(({"x": source, "more": (source, str(index))}, targets))
+        inputs = {"x": source, "more": (source, str(index))}
+        samples.append((inputs, targets))
     return samples
 
 

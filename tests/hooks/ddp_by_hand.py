@@ -44,7 +44,8 @@ class Odd(torch.nn.Module):
     def forward(self, source):
         hidden = self.first(self.frozen(source))
         hidden = self.tied(torch.tanh(hidden)) * self.scale
-        hidden = hidden + self.conv(source.view(-1, 5, 2, 2)).flatten(1)
+        images = source.view(-1, 5, 2, 2)
+        hidden = hidden + self.conv(images).flatten(1)
         rare = source[:, :1] > 2.25
         if rare.any():
             hidden = hidden + rare * self.rare(source).mean(1, keepdim=True)

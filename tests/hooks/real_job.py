@@ -12,6 +12,7 @@ labels, and each rank that writes the log does so in a file of its own:
 snapshot.pt.csv.RANK.
 """
 
+import collections
 import multiprocessing.forkserver
 import os
 
@@ -20,7 +21,7 @@ from hooks import write
 
 import utils
 
-noted = {"rates": [], "norms": [], "images": [], "workers": [], "untouched": []}
+noted = collections.defaultdict(list)
 
 
 def around_load_train_objs(load_train_objs):

@@ -59,8 +59,8 @@ def trained(ranks_by_epoch):
 def test_a_machine_leaves_and_comes_back(tmp_path):
     """Nothing is lost, and all begin with rank 0's weights."""
     script = plant(NAME, tmp_path / "copy", SEED)
-    for epochs, ranks in ((2, 2), (3, 1), (5, 2)):
-        done = train(script, epochs, 1, *OPTIONS, cwd=tmp_path, nprocs=ranks)
+    for end, ranks in ((2, 2), (3, 1), (5, 2)):
+        done = train(script, end, 1, *OPTIONS, cwd=tmp_path, nprocs=ranks)
     assert "3 of 5 epochs are finished" in done.stdout
     snapshot = load(tmp_path / "snapshot.pt")["MODEL_STATE"]
     expected = trained([2, 2, 1, 2, 2])

@@ -10,7 +10,14 @@ from tests.helpers.checks import help_of, noted
 from tools.run.launch import plant, run_script, train
 from tools.scripts import ROOT
 
-SLEEPS = {"data": 8, "forward": 12, "backward": 16, "optimizer": 10, "rest": 6}
+# ms that each part of a step takes at least
+SLEEPS = {
+    "data": 8,
+    "forward": 12,
+    "backward": 16,
+    "optimizer": 10,
+    "rest": 6,
+}
 LATE = 60  # ms more, of rank 1's forward pass
 NAME = "variants/profiled.py"
 CAP = ("Parallel(self.model)", "Parallel(self.model, bucket_cap_mb=0.0001)")
