@@ -40,8 +40,14 @@ SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
 BATCH = 12
 STEPS = 300  # about half a pass over the text
 WEIGHT_DECAY = 0.1  # as all of these, mingpt.train's default
-OPTIONS = {"warmup": 0.05, "clip": 1.0, "accumulate": 1, "dtype": torch.float32}
-OPTIONS |= {"configuration": None, "snapshot_path": None}  # it saves nothing
+OPTIONS = {
+    "warmup": 0.05,
+    "clip": 1.0,
+    "accumulate": 1,
+    "dtype": torch.float32,
+    "configuration": None,
+    "snapshot_path": None,  # it saves nothing
+}
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
@@ -63,7 +69,9 @@ def variants():
     """{variant: the text of its module}: both ends, one in, one out."""
     explained = pages.explanations([pages.parse("docs/modern_gpt.md")])[OLD, NEW]
     everything = {hunk.number for hunk in hunks(OLD, NEW)}
-    found = {"model.py": mix(OLD, NEW, set()), "modern.py": mix(OLD, NEW, everything)}
+    found = {}
+    found["model.py"] = mix(OLD, NEW, set())
+    found["modern.py"] = mix(OLD, NEW, everything)
     for heading, change in CHANGES.items():
         its = {number for number, place in explained.items() if place[1] == heading}
         assert its, f"no hunk stands under {heading!r}"
@@ -83,14 +91,17 @@ def tuned(variant):
     """The variant whose learning rate this one takes: the same end and optimizer."""
     if variant.endswith("Muon"):
         return variant
-    return "modern.py" if variant.startswith(("one out", "modern")) else "model.py"
+    if variant.startswith(("one out", "modern")):
+        return "modern.py"
+    return "model.py"
 
 
 class Training(train.Trainer):
     """mingpt's Trainer for a variant, in one process. It prints and saves nothing."""
 
     def __init__(self, text, run, corpus):
-        device, block = torch.device("cpu"), SIZE["block_size"]
+        device = torch.device("cpu")
+        block = SIZE["block_size"]
         torch.set_num_threads(1)
         if not dist.is_initialized():
             train.ddp_setup(device)
@@ -141,32 +152,37 @@ def measure(text, run):
 def step_times(texts):
     """{variant: median seconds of a step}. In each round, each makes one step."""
     corpus = data.prepare()
-    runs = {x: Run(x, 0, 1e-3, 2 * ROUNDS) for x in texts}
-    steps = {x: Training(texts[x], run, corpus).step for x, run in runs.items()}
+    steps = {}
+    for variant, text in texts.items():
+        run = Run(variant, seed=0, lr=1e-3, steps=2 * ROUNDS)
+        steps[variant] = Training(text, run, corpus).step
     turns = report.take_turns(steps, ROUNDS, warm_up=5)
-    return {x: statistics.median(seconds) for x, seconds in turns.items()}
+    return {variant: statistics.median(seconds) for variant, seconds in turns.items()}
 
 
 class Results:
     """{Run: its loss}, {variant: seconds of a step}, and on what they were measured."""
 
     def __init__(self):
-        self.loss, self.step_seconds = {}, {}
+        self.loss = {}
+        self.step_seconds = {}
         self.setting = report.setting("torch")
 
     def read(self):
         lines = RESULTS.read_text().splitlines()
-        self.setting = [x[2:] for x in lines if x.startswith("# ")]
+        comments = [line for line in lines if line.startswith("# ")]
+        self.setting = [line.removeprefix("# ") for line in comments]
         for variant, seed, lr, steps, loss, seconds in csv.reader(lines[3:]):
             if seed:
-                self.loss[Run(variant, int(seed), float(lr), int(steps))] = float(loss)
+                run = Run(variant, int(seed), float(lr), int(steps))
+                self.loss[run] = float(loss)
             else:
                 self.step_seconds[variant] = float(seconds)
 
     def write(self):
         rows = [(*run, f"{loss:.6f}", "") for run, loss in self.loss.items()]
-        times = self.step_seconds.items()
-        rows += [(x, "", "", ROUNDS, "", f"{seconds:.6f}") for x, seconds in times]
+        for variant, seconds in self.step_seconds.items():
+            rows.append((variant, "", "", ROUNDS, "", f"{seconds:.6f}"))
         with RESULTS.open("w") as file:
             file.writelines(f"# {line}\n" for line in self.setting)
             file.write("variant,seed,lr,steps,loss,seconds\n")
@@ -174,28 +190,34 @@ class Results:
 
     def rate(self, variant):
         """The learning rate with the lowest loss of the variant `tuned`."""
-        return min(self.plan("rate", [variant]), key=lambda run: self.loss[run]).lr
+        best = min(self.plan("rate", [variant]), key=lambda run: self.loss[run])
+        return best.lr
 
     def steps(self, kind, variant):
         """The steps of a run: as many as STEPS of model.py take, if time is equal."""
+        if kind != "time":
+            return STEPS
         seconds = self.step_seconds
-        share = seconds["model.py"] / seconds[variant] if kind == "time" else 1
-        return round(STEPS * share)
+        return round(STEPS * (seconds["model.py"] / seconds[variant]))
 
     def plan(self, kind, names):
         """The runs that choose the "rate", or those at equal "tokens" or "time"."""
         if kind == "rate":
-            corners = dict.fromkeys(map(tuned, names))
-            return [Run(x, RATE_SEED, lr, STEPS) for x in corners for lr in RATES]
-        steps = {x: (self.rate(x), self.steps(kind, x)) for x in names}
-        return [Run(x, seed, *steps[x]) for seed in SEEDS for x in names]
+            ends = dict.fromkeys(map(tuned, names))
+            return [Run(end, RATE_SEED, lr, STEPS) for end in ends for lr in RATES]
+        how = {name: (self.rate(name), self.steps(kind, name)) for name in names}
+        return [Run(name, seed, *how[name]) for seed in SEEDS for name in names]
+
+    def losses(self, kind, name):
+        return [self.loss[run] for run in self.plan(kind, [name])]
 
 
 def fill(results, kind, texts):
     """Make the runs of a kind, but for those that another kind has, too."""
     todo = [run for run in results.plan(kind, texts) if run not in results.loss]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(measure, texts[x.variant], x): x for x in todo}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        waiting = {pool.submit(measure, texts[run.variant], run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), 1):
             run = waiting[future]
             results.loss[run] = future.result()
@@ -204,8 +226,9 @@ def fill(results, kind, texts):
 
 def difference(values, others):
     """The mean over seeds of value - other, its standard error, and a verdict."""
-    pairs = [x - y for x, y in zip(values, others, strict=True)]
-    mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+    apart = [value - other for value, other in zip(values, others, strict=True)]
+    mean = statistics.mean(apart)
+    error = statistics.stdev(apart) / len(apart) ** 0.5
     verdict = "unclear"
     if abs(mean) > CLEAR * error:
         verdict = "better" if mean < 0 else "worse"
@@ -213,7 +236,7 @@ def difference(values, others):
 
 
 def print_table(results):
-    corners = "model.py", "one in: Muon", "one out: Muon", "modern.py"
+    rated = "model.py", "one in: Muon", "one out: Muon", "modern.py"
     layers, heads, width, block = SIZE.values()
     print("command   python -m benchmarks.ablation", *results.setting, sep="\n")
     print(
@@ -226,7 +249,7 @@ compared  mean difference of the runs with equal seeds ± standard error;
           unclear if chance makes such a difference 1 time in 100 or more
 lr        the best of {", ".join(map(str, RATES))} for another seed:
           {{}} AdamW, {{}} Muon in model.py
-          {{}} AdamW, {{}} Muon in modern.py""".format(*map(results.rate, corners))
+          {{}} AdamW, {{}} Muon in modern.py""".format(*map(results.rate, rated))
     )
     print(f"\nat equal tokens: {STEPS} steps of {BATCH * block} tokens")
     print_half(results, "tokens")
@@ -237,13 +260,16 @@ lr        the best of {", ".join(map(str, RATES))} for another seed:
 def print_half(results, kind):
     print(f"{'':26}{'steps':>6}  {'loss':16} compared with")
     for end, place in (("model.py", "one in"), ("modern.py", "one out")):
-        for name in [end, *(f"{place}: {change}" for change in CHANGES.values())]:
-            losses = [results.loss[run] for run in results.plan(kind, [name])]
-            loss = f"{statistics.mean(losses):.4f} ({statistics.stdev(losses):.4f})"
-            line = f"{name:26}{results.steps(kind, name):6}  {loss}"
+        names = [f"{place}: {change}" for change in CHANGES.values()]
+        for name in [end, *names]:
+            losses = results.losses(kind, name)
+            mean = statistics.mean(losses)
+            deviation = statistics.stdev(losses)
+            line = f"{name:26}{results.steps(kind, name):6}"
+            line += f"  {mean:.4f} ({deviation:.4f})"
             if name != "model.py":
                 other = end if name != end else "model.py"
-                against = [results.loss[run] for run in results.plan(kind, [other])]
+                against = results.losses(kind, other)
                 line += f"  {other:9} {difference(losses, against)}"
             print(line)
 

@@ -32,8 +32,11 @@ from tools.run.processes import Program
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 
-MBIT, LOCAL_STEPS, SLOW = 10, 16, 16
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
+MBIT = 10  # per second, of the slow link
+SLOW = 16  # steps over it
+LOCAL_STEPS = 16
+OUTER_LR = 0.7
+OUTER_MOMENTUM = 0.8
 # {name: (how many steps of DDP one step stands for, options)}
 WAYS = {
     "DDP": (1, []),
@@ -57,7 +60,7 @@ class Trainer(train.Trainer):
 
     def _evaluate(self):
         found = super()._evaluate()
-        weights = sum(x.numel() for x in self.model.parameters())
+        weights = sum(weight.numel() for weight in self.model.parameters())
         facts = Found(found["val loss"], self.windows_run, *self.took.tolist(), weights)
         self._print(f"found {json.dumps(facts)}")
         return found
@@ -105,16 +108,19 @@ def run(hosts, *words, ranks=1):
 
     hosts: with so many ranks each; an empty list is this machine.
     """
-    meet = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", "--rdzv-endpoint=node0"]
-    launcher = ["torchrun", *(meet if hosts else ["--standalone"])]
-    module = ["benchmarks.diloco", "--compile=off", *words]
-    command = [*launcher, f"--nproc-per-node={ranks}", "-m", *module]
-    env = {"PYTHONPATH": ROOT}
+    command = ["torchrun", f"--nproc-per-node={ranks}"]
     if hosts:
-        jobs = [host.start(command, GLOO_SOCKET_IFNAME="eth0", **env) for host in hosts]
+        command += [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
+        command += ["--rdzv-endpoint=node0"]
+    else:
+        command += ["--standalone"]
+    command += ["-m", "benchmarks.diloco", "--compile=off", *words]
+    if hosts:
+        env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "eth0"}
+        jobs = [host.start(command, **env) for host in hosts]
     else:
         here = tempfile.gettempdir()
-        jobs = [Program(command, here, real=True, merged=True, **env)]
+        jobs = [Program(command, here, real=True, merged=True, PYTHONPATH=ROOT)]
     status = [job.finish().returncode for job in jobs]
     if any(status):
         sys.exit(f"{jobs[0].output}\nerror: mingpt failed: see above")
@@ -132,17 +138,19 @@ def reach(curve, loss):
 
 
 def main(args):
-    if reason := variants.why_no_networks("cpu"):
+    reason = variants.why_no_networks("cpu")
+    if reason:
         error(reason)
     report.print_setting(f"{args.steps} steps of DDP, {MBIT} Mbit/s each way", "torch")
-    curves, slow = {}, {}
+    curves = {}
+    slow = {}  # {way: what its steps over the slow link took}
     with tempfile.TemporaryDirectory() as folder, Hosts(2, folder) as hosts:
         for way, (size, words) in WAYS.items():
             curves[way] = run(hosts, *words, f"--steps={args.steps // size}")
             for host in hosts:
                 host.slow(f"{MBIT}mbit")
-            few = f"--steps={SLOW // size}", f"--eval-every={SLOW // size}"
-            (slow[way],) = run(hosts, *words, *few)
+            few = SLOW // size
+            (slow[way],) = run(hosts, *words, f"--steps={few}", f"--eval-every={few}")
             for host in hosts:
                 host.mend()
     target = max(curves["DDP"][-1].loss, curves["DiLoCo"][-1].loss)
@@ -151,11 +159,13 @@ def main(args):
     first = reach(curves["DDP"], target) * slow["DDP"].seconds / slow["DDP"].windows
     for way, curve in curves.items():
         few = slow[way]
-        sent, seconds = few.sent / few.windows, few.seconds / few.windows
-        cells, goal = [f"{curve[-1].loss:12.4f}"], reach(curve, target)
+        sent = few.sent / few.windows
+        seconds = few.seconds / few.windows
+        goal = reach(curve, target)
+        line = f"{way:12} {curve[-1].loss:12.4f}"
         for windows in curve[-1].windows, goal:
-            cells += [f"{sent * windows / 1e6:12,.1f}", f"{seconds * windows:12,.1f}"]
-        print(f"{way:12}", *cells, f"{first / (goal * seconds):12.1f}")
+            line += f" {sent * windows / 1e6:12,.1f} {seconds * windows:12,.1f}"
+        print(f"{line} {first / (goal * seconds):12.1f}")
 
 
 if __name__ == "__main__" and "RANK" in os.environ:

@@ -39,8 +39,13 @@ CONFIGURATIONS = {
 # What the mean loss of a turn may differ by from that of the first version.
 TOLERANCE = {"fp32": 0.005, "bf16": 0.05}
 # {in the name of a GPU: bfloat16 FLOP/s}: NVIDIA's and AMD's data sheets, not sparse.
-PEAKS = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12}
-PEAKS |= {"A100": 312e12, "MI300X": 1307e12}
+PEAKS = {
+    "H100 80GB HBM3": 989e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "MI300X": 1307e12,
+}
 
 
 class Version(NamedTuple):
@@ -61,7 +66,8 @@ class Turn(NamedTuple):
 
 def flops_per_token(gpt):
     """Each weight is multiplied once, and twice backward; so are queries and keys."""
-    weights = sum(x.numel() for x in gpt.parameters() if x.dim() == 2)
+    matrices = [weight for weight in gpt.parameters() if weight.dim() == 2]
+    weights = sum(matrix.numel() for matrix in matrices)
     attention = 2 * gpt.config.n_layer * gpt.config.block_size * gpt.config.n_embd
     return 6 * (weights - gpt.transformer.wpe.weight.numel() + attention)
 
@@ -73,7 +79,8 @@ def work(pipe, version, args):
             load = loading.load_model
             loading.load_model = lambda typed, _, on: load(typed, args.vocab_size, on)
         train.Trainer = InTurns if version.kind == "mingpt" else PlainLoop
-        train.Trainer.pipe, train.Trainer.version = pipe, version
+        train.Trainer.pipe = pipe
+        train.Trainer.version = version
         sys.argv = ["train", *words(version, args)]
         typed = options.parse(options.make_parser(train.__doc__))
         if args.device == "cpu":
@@ -85,12 +92,20 @@ def words(version, args):
     """What one would type after `python -m mingpt.train`."""
     compiled = "on" if version.kind == "mingpt" and version.compiled else "off"
     steps = (args.rounds + 1) * args.steps  # the learning rate falls until then
-    typed = f"--preset={args.preset} --device={args.device} --compile={compiled}"
-    typed += f" --batch-size={args.batch_size} --accumulate=1 --steps={steps}"
-    typed += f" --eval-every={args.steps} --precision={version.precision} --warmup=0.5"
-    typed += " --lr=3e-4"  # low, so that rounding does not lead the losses apart
-    files = [f"--cache={args.folder}/tokens", f"--snapshot-path={args.folder}/none.pt"]
-    return [*typed.split(), *files]
+    return [
+        f"--preset={args.preset}",
+        f"--device={args.device}",
+        f"--compile={compiled}",
+        f"--batch-size={args.batch_size}",
+        "--accumulate=1",
+        f"--steps={steps}",
+        f"--eval-every={args.steps}",
+        f"--precision={version.precision}",
+        "--warmup=0.5",
+        "--lr=3e-4",  # low, so that rounding does not lead the losses apart
+        f"--cache={args.folder}/tokens",
+        f"--snapshot-path={args.folder}/none.pt",
+    ]
 
 
 class InTurns(train.Trainer):
@@ -115,16 +130,22 @@ class PlainLoop(InTurns):
     """The step of nanoGPT, eager, or compiled as nanoGPT does."""
 
     def __init__(self, model, optimizer, train_data, device, dtype, **settings):
-        self.device, self.dtype, self.batches = device, dtype, iter(train_data)
-        self.settings, self.steps_run = SimpleNamespace(**settings), 0
+        self.device = device
+        self.dtype = dtype
+        self.batches = iter(train_data)
+        self.settings = SimpleNamespace(**settings)
+        self.steps_run = 0
         self.lr = optimizer.defaults["lr"]
         self.flops = flops_per_token(model)
         self.hugging_face = self.version.kind == "transformers"
         for block in model.transformer.h:
             block.attn.attention = attention  # PyTorch's kernel
-        self.model = (as_transformers(model) if self.hugging_face else model).to(device)
-        matrices = [x for x in self.model.parameters() if x.dim() >= 2]
-        others = [x for x in self.model.parameters() if x.dim() < 2]
+        if self.hugging_face:
+            model = as_transformers(model)
+        self.model = model.to(device)
+        weights = list(self.model.parameters())
+        matrices = [weight for weight in weights if weight.dim() >= 2]
+        others = [weight for weight in weights if weight.dim() < 2]
         groups = [
             {
                 "params": matrices,
@@ -132,14 +153,17 @@ class PlainLoop(InTurns):
             },
             {"params": others, "weight_decay": 0.0},
         ]
-        fused = {"fused": True} if self.hugging_face else {}
-        self.optimizer = torch.optim.AdamW(groups, self.lr, betas=(0.9, 0.95), **fused)
+        fused = self.hugging_face or None  # None: as it is by default
+        self.optimizer = torch.optim.AdamW(
+            groups, self.lr, betas=(0.9, 0.95), fused=fused
+        )
         if self.version.compiled:
             self.model.compile()
 
     def _run_steps(self):
         self.model.train()
-        loss_sum, tokens = torch.zeros((), device=self.device), 0
+        loss_sum = torch.zeros((), device=self.device)
+        tokens = 0
         for source, targets in itertools.islice(self.batches, self.settings.eval_every):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
@@ -162,13 +186,17 @@ class PlainLoop(InTurns):
     def loss(self, source, targets):
         if self.hugging_face:
             # These labels are where they belong: it would shift them by one token.
-            labels = {"labels": targets, "shift_labels": targets}
-            return self.model(source, **labels, use_cache=False).loss
-        return self.model(source, targets)[1]
+            found = self.model(
+                source, labels=targets, shift_labels=targets, use_cache=False
+            )
+            return found.loss
+        _, loss = self.model(source, targets)
+        return loss
 
 
 def as_transformers(gpt):
     """GPT2LMHeadModel with the weights of `gpt`, by way of a folder."""
+    # Imported here, because all else runs without transformers and safetensors.
     import transformers
 
     from mingpt.gpt2_weights import save_gpt2
@@ -177,8 +205,9 @@ def as_transformers(gpt):
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         save_gpt2(gpt, folder)
-        load = transformers.GPT2LMHeadModel.from_pretrained
-        return load(folder, attn_implementation="sdpa")
+        return transformers.GPT2LMHeadModel.from_pretrained(
+            folder, attn_implementation="sdpa"
+        )
 
 
 # In the process that compares
@@ -209,13 +238,14 @@ def started(version, args):
 def race(versions, args):
     """{name: [Turn of each round]} of {name: Version}; all train as the first"""
     with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        turns = {name: enter(started(x, args)) for name, x in versions.items()}
-        turns = report.take_turns(turns, args.rounds)
+        do_turn = {}
+        for name, version in versions.items():
+            do_turn[name] = stack.enter_context(started(version, args))
+        turns = report.take_turns(do_turn, args.rounds)
     base, *others = turns
     for name in others:
         pairs = zip(turns[name], turns[base], strict=True)
-        apart = max(abs(x.loss - y.loss) for x, y in pairs)
+        apart = max(abs(turn.loss - other.loss) for turn, other in pairs)
         if not apart <= TOLERANCE[versions[name].precision]:  # so that nan fails too
             sys.exit(f"gpt.py: error: the loss of {name} is {apart:.4f} off {base}'s")
     return turns
@@ -225,10 +255,12 @@ def main(args):
     args.device = utils.device_type(args.device, distributed=False)
     on_cpu = args.device == "cpu"
     configuration = args.configuration or ("b" if on_cpu else "c")
-    args.preset, *sizes, args.vocab_size = CONFIGURATIONS[configuration]
-    args.batch_size = sizes[not on_cpu]
+    args.preset, small, large, args.vocab_size = CONFIGURATIONS[configuration]
+    args.batch_size = small if on_cpu else large
     device = "cpu" if on_cpu else torch.get_device_module().get_device_name()
-    others = ["transformers"] * report.is_installed("transformers", "safetensors")
+    others = []
+    if report.is_installed("transformers", "safetensors"):
+        others = ["transformers"]
     report.print_setting(
         f"{args.rounds} rounds of {args.steps} steps after 1 to warm up: {device},"
         f" preset {args.preset}, batch {args.batch_size}",
@@ -238,8 +270,9 @@ def main(args):
         "tokens/s": (",.0f", lambda turn: turn.tokens / turn.seconds),
         "loss": (".4f", lambda turn: turn.loss),
     }
-    if peak := next((x for name, x in PEAKS.items() if name in device), None):
-        columns["MFU"] = ".0%", lambda turn: turn.flops / turn.seconds / peak
+    peaks = [peak for name, peak in PEAKS.items() if name in device]
+    if peaks:
+        columns["MFU"] = ".0%", lambda turn: turn.flops / turn.seconds / peaks[0]
     with tempfile.TemporaryDirectory() as args.folder:
         data.prepare(cache=os.path.join(args.folder, "tokens"))
         for precision in ["fp32", "bf16"] if on_cpu else ["bf16"]:
@@ -258,6 +291,9 @@ if __name__ == "__main__":
         steps=(10, "in a turn"),
     )
     parser.add_argument("--device", default="auto", help="as for mingpt.train (auto)")
-    text = "the size of the model (default: b on a CPU, c on a GPU)"
-    parser.add_argument("--configuration", choices=CONFIGURATIONS, help=text)
+    parser.add_argument(
+        "--configuration",
+        choices=CONFIGURATIONS,
+        help="the size of the model (default: b on a CPU, c on a GPU)",
+    )
     main(parser.parse_args())

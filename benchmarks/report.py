@@ -21,9 +21,12 @@ def make_parser(doc, **counts):
     """The parser of a benchmark. counts: {option: (default, what it counts)}."""
     parser = Parser(doc)
     for name, (default, text) in counts.items():
-        kind = {"type": utils.positive_int, "default": default}
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, **kind, help=f"{text} ({default})")
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=utils.positive_int,
+            default=default,
+            help=f"{text} ({default})",
+        )
     return parser
 
 
@@ -33,10 +36,12 @@ def is_installed(*packages):
 
 def setting(*packages):
     """Two lines: the machine, and the versions of Python and of `packages`."""
+    processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    names = re.findall("model name.*: (.+)", info.read_text() if info.exists() else "")
-    processor = [*names, platform.processor() or platform.machine()][0]
-    found = [f"{x} {importlib.metadata.version(x)}" for x in packages]
+    if info.exists():
+        names = re.findall("model name.*: (.+)", info.read_text())
+        processor = [*names, processor][0]
+    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     return [
         f"machine   {processor}, {os.cpu_count()} cores, {platform.system()}",
         f"versions  python {platform.python_version()}, {', '.join(found)}",
@@ -45,10 +50,11 @@ def setting(*packages):
 
 def print_setting(plan, *packages):
     """Print the command, the machine, the versions, and `plan`, a line in words."""
-    module = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+    module = Path(sys.argv[0]).stem
     command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
-    lines = f"command   {shlex.join(command)}", *setting(*packages), f"plan      {plan}"
-    print("\n".join(lines), flush=True)
+    print(f"command   {shlex.join(command)}")
+    print(*setting(*packages), sep="\n")
+    print(f"plan      {plan}", flush=True)
 
 
 def take_turns(contestants, rounds, warm_up=1):
@@ -76,19 +82,25 @@ def print_table(title, turns, **columns):
     columns: {heading: (format, function that makes a number of a result)}. After the
     first one stands its ratio to that of the first row, which is made in each round.
     """
-    base, (_, number) = next(iter(turns)), next(iter(columns.values()))
-    rows = [[title, *columns]]
-    rows[0].insert(2, f"/ {base}")
+    base = next(iter(turns))
+    first, *others = columns
+    _, number = columns[first]
+    rows = [[title, first, f"/ {base}", *others]]
     for name, results in turns.items():
-        cells = [spread(map(f, results), form) for form, f in columns.values()]
-        pairs = zip(map(number, results), map(number, turns[base]), strict=False)
-        cells.insert(1, spread([x / y if y else math.nan for x, y in pairs], ".2f"))
+        ratios = []
+        for result, other in zip(results, turns[base], strict=False):
+            below = number(other)
+            ratios.append(number(result) / below if below else math.nan)
+        cells = [spread(map(of, results), form) for form, of in columns.values()]
+        cells.insert(1, spread(ratios, ".2f"))
         rows.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
-    for first, *cells in rows:
-        pairs = zip(cells, widths[1:], strict=True)
-        print(f"{first:{widths[0]}}" + "".join(f"  {x:>{n}}" for x, n in pairs))
+    for row in rows:
+        line = row[0].ljust(widths[0])
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            line += "  " + cell.rjust(width)
+        print(line)
     sys.stdout.flush()
 
 

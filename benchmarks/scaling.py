@@ -48,26 +48,43 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
     parts: what the batch is divided by. pause_s: the pause of a layer in forward.
     rate: of the hosts' links, with a rank on each.
     """
-    steps, device = args.steps, utils.device_type("auto", distributed=True)
+    device = utils.device_type("auto", distributed=True)
     if name == GPT:
         batch = args.windows // parts
-        words = f"--batch-size={batch}", f"--steps={2 * steps}", f"--eval-every={steps}"
-        words = *words, f"--device={device}"
-        first, both = (x._asdict() for x in diloco.run([], *words, ranks=ranks))
-        found = {key: both[key] - first[key] for key in ("seconds", "computes", "sent")}
-        found["sent"] /= ranks  # all of them on one card
+        found = measure_gpt(args.steps, batch, device, ranks)
     else:
-        for host in hosts if rate else []:
-            host.slow(f"{rate}mbit")
-        networks = [f"/proc/{host.pid}/ns/net" for host in hosts] if rate else []
+        networks = []
+        if rate:
+            for host in hosts:
+                host.slow(f"{rate}mbit")
+                networks.append(f"/proc/{host.pid}/ns/net")
         edge = variants.Edge(name, folder / "edge", networks, device, ranks)
-        batch, options = args.batch_size // parts, launch.options_of(name, ranks)
+        batch = args.batch_size // parts
+        options = launch.options_of(name, ranks)
         size = launch.batch_size(name, batch * ranks, ranks)
         env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-        found = edge.run(name, batch * ranks * steps, size, *options, **env)
+        found = edge.run(name, batch * ranks * args.steps, size, *options, **env)
         found["sent"] = found["sent_bytes"]
-    found |= {key: found[key] / steps for key in ("seconds", "computes", "sent")}
+    for key in ("seconds", "computes", "sent"):
+        found[key] /= args.steps
     return found | {"speed": batch / found["seconds"]}
+
+
+def measure_gpt(steps, batch, device, ranks):
+    """What `steps` of mingpt take, after as many to warm up, by name."""
+    first, both = diloco.run(
+        [],
+        f"--batch-size={batch}",
+        f"--steps={2 * steps}",
+        f"--eval-every={steps}",
+        f"--device={device}",
+        ranks=ranks,
+    )
+    return {
+        "seconds": both.seconds - first.seconds,
+        "computes": both.computes - first.computes,
+        "sent": (both.sent - first.sent) / ranks,  # all of them use one card
+    }
 
 
 def median_of(key, turns):
@@ -76,38 +93,66 @@ def median_of(key, turns):
 
 def predicted(name, here, rate):
     """Seconds of a step over a link of `rate` Mbit/s. here: turns of two ranks here."""
-    pieces, size = PIECES.get(name, 1), 4 * here[0]["weights"]
+    pieces = PIECES.get(name, 1)
+    size = 4 * here[0]["weights"]
     compute = median_of("seconds", here) / pieces
     link = rate * 1e6 / 8 * PAYLOAD
-    cluster = Cluster(1, link, link, LATENCY, 0, "ring")  # gloo has no trees
+    cluster = Cluster(
+        gpus=1,
+        link=link,
+        inside=link,
+        latency=LATENCY,
+        jitter=0,
+        algorithm="ring",  # gloo has no trees
+    )
+    job = Job(
+        compute=compute,
+        backward=2 / 3,
+        gradients=size,
+        weights=size,
+        layers=1,
+        accumulate=pieces,
+        bucket=25 * 2**20,
+    )
     if not name.endswith("fsdp.py"):
-        job = Job(compute, 2 / 3, size, size, 1, pieces, 25 * 2**20)
         return sum(predict("ddp", job, 2, cluster))
     # gloo reduces and scatters by an all-reduce, of twice the bytes. FSDP2 waits for
     # each of gloo's messages, so that nothing hides them: a job that computes nothing.
-    job = Job(0, 2 / 3, 2 * size, size, LAYERS, 1, 0)
+    job = job._replace(compute=0, gradients=2 * size, layers=LAYERS)
     return compute + sum(predict("fsdp", job, 2, cluster))
+
+
+def take_turns(name, job, rows, columns, rounds):
+    """Measure {row: options of `job`} in turns, and print the table."""
+    ways = {row: functools.partial(job, **how) for row, how in rows.items()}
+    turns = report.take_turns(ways, rounds, warm_up=0)
+    report.print_table(name, turns, **columns)
+    return turns
 
 
 def main(args):
     device = utils.device_type("auto", distributed=True)
     why = variants.why_no_networks(device)
-    if unknown := {*args.scripts} - {GPT, *DISTRIBUTED}:
-        error(f"{unknown.pop()} is none of {', '.join([*DISTRIBUTED, GPT])}")
+    known = [*DISTRIBUTED, GPT]
+    for name in args.scripts:
+        if name not in known:
+            error(f"{name} is none of {', '.join(known)}")
     most = 4 if device == "cpu" else torch.accelerator.device_count()
-    counts = [2**i for i in range(1, most.bit_length())]
-    rows = {"1 rank": {}}
-    rows |= {f"{n} ranks": {"ranks": n} for n in counts}
-    rows |= {f"{n}, strong": {"ranks": n, "parts": n} for n in counts}
-    links = {"2 devices": {"ranks": 2}}
-    links |= {f"hosts, {x}M": {"ranks": 2, "rate": x} for x in RATES}
-    links = {x: how | {"pause_s": PAUSE_S} for x, how in links.items()}
+    counts = [2**power for power in range(1, most.bit_length())]
+    rows = {"1 rank": {}}  # {row: options of `measure`}
+    for ranks in counts:
+        rows[f"{ranks} ranks"] = {"ranks": ranks}
+    for ranks in counts:
+        rows[f"{ranks}, strong"] = {"ranks": ranks, "parts": ranks}
+    links = {"2 devices": {"ranks": 2, "pause_s": PAUSE_S}}
+    for rate in RATES:
+        links[f"hosts, {rate}M"] = {"ranks": 2, "rate": rate, "pause_s": PAUSE_S}
     steps = f"{args.steps} steps after {args.steps} to warm up"
     report.print_setting(f"{args.rounds} rounds of {steps}", "torch")
     columns = {
-        "samples/s of a rank": (",.1f", lambda x: x["speed"]),
-        "computes": (".0%", lambda x: x["computes"] / x["seconds"]),
-        "MB sent in a step": (",.2f", lambda x: x["sent"] / 1e6),
+        "samples/s of a rank": (",.1f", lambda found: found["speed"]),
+        "computes": (".0%", lambda found: found["computes"] / found["seconds"]),
+        "MB sent in a step": (",.2f", lambda found: found["sent"] / 1e6),
     }
     errors = []
     with contextlib.ExitStack() as stack:
@@ -116,19 +161,21 @@ def main(args):
         hosts = [] if why else stack.enter_context(Hosts(2, folder))
         for name in args.scripts:
             job = functools.partial(measure, name, args, folder, hosts)
-            for part in [rows] if why or name == GPT else [rows, links]:
-                ways = {x: functools.partial(job, **how) for x, how in part.items()}
-                turns = report.take_turns(ways, args.rounds, warm_up=0)
-                report.print_table(name, turns, **columns)
-            told = part is links and not launch.shares_a_batch(name)
-            for rate in RATES if told else []:  # predict.py knows no tensor parallelism
+            turns = take_turns(name, job, rows, columns, args.rounds)
+            if why or name == GPT:
+                continue
+            turns = take_turns(name, job, links, columns, args.rounds)
+            if launch.shares_a_batch(name):
+                continue  # predict.py knows no tensor parallelism
+            for rate in RATES:
                 seen = median_of("seconds", turns[f"hosts, {rate}M"])
                 said = predicted(name, turns["2 devices"], rate)
                 errors.append(abs(said / seen - 1))
                 line = f"{rate:4} Mbit/s: {seen * 1e3:.0f} ms, predicted"
                 print(f"{line} {said * 1e3:.0f} ({said / seen - 1:+.0%})")
     if errors:
-        median, worst = statistics.median(errors), max(errors)
+        median = statistics.median(errors)
+        worst = max(errors)
         print(f"\nof {len(errors)} predictions: median {median:.1%}, worst {worst:.1%}")
 
 

@@ -49,8 +49,10 @@ class Edge:
     """
 
     def __init__(self, name, folder, networks, device, nprocs):
-        self.name, self.parent = name, SCRIPTS[name]
-        self.device, self.nprocs = device, nprocs
+        self.name = name
+        self.parent = SCRIPTS[name]
+        self.device = device
+        self.nprocs = nprocs
         self.env = {"NETWORKS": " ".join(networks), "WIDTH": WIDTH}
         if networks:
             self.env["GLOO_SOCKET_IFNAME"] = "eth0" if len(networks) > 1 else "lo"
@@ -75,9 +77,10 @@ class Edge:
             env["TASK"] = self.name.removesuffix(".py").replace("/", ".")
         for file in folder.glob("measured.*.json"):
             file.unlink()
+        words = [2, 2, "--device", self.device, "--batch-size", batch_size, *options]
         done = launch.launch(
             copy,
-            *(2, 2, "--device", self.device, "--batch-size", batch_size, *options),
+            *words,
             cwd=folder,
             real="" if self.device == "cpu" else "a fork cannot use an accelerator",
             nprocs=self.nprocs,
@@ -87,12 +90,12 @@ class Edge:
         )
         if done.returncode:
             sys.exit(f"{done.stdout}{done.stderr}\nerror: {script} failed: see above")
-        ranks = [json.loads(x.read_text()) for x in folder.glob("measured.*.json")]
-        of_ranks = {"seconds": max, "peak_bytes": max}
-        figures = {
-            key: of_ranks.get(key, statistics.fmean)([rank[key] for rank in ranks])
-            for key in ranks[0]
-        }
+        files = folder.glob("measured.*.json")
+        ranks = [json.loads(file.read_text()) for file in files]
+        figures = {}
+        for key in ranks[0]:
+            of_ranks = max if key in ("seconds", "peak_bytes") else statistics.fmean
+            figures[key] = of_ranks(rank[key] for rank in ranks)
         if memory and self.device == "cpu":
             few = min(samples, 2 * batch_size * self.nprocs)  # two steps show it
             again = self.run(script, few, batch_size, *options, GIVE_BACK=1)
@@ -102,26 +105,31 @@ class Edge:
 
 def compare(edge, args):
     """Let both take turns with steps of the same samples, and print the table."""
-    options, steps = launch.options_of(edge.name), args.steps
+    options = launch.options_of(edge.name)
     ranks = NPROCS if edge.name in launch.DISTRIBUTED else 1
     together = args.batch_size * ranks
 
     def run(script, *its):
-        job = together * steps, launch.batch_size(script, together, NPROCS), *its
-        return functools.partial(edge.run, script, *job, memory=True)
+        size = launch.batch_size(script, together, NPROCS)
+        samples = together * args.steps
+        return functools.partial(edge.run, script, samples, size, *its, memory=True)
 
     contestants = {"parent": run(edge.parent), "variant": run(edge.name, *options)}
     turns = report.take_turns(contestants, args.rounds, warm_up=0)
-    first, second = turns["parent"][-1], turns["variant"][-1]
+    first = turns["parent"][-1]
+    second = turns["variant"][-1]
+    print(f"\n{' '.join([edge.name, *options])} beside {edge.parent}")
     print(
-        f"\n{' '.join([edge.name, *options])} beside {edge.parent}\n"
         f"{second['weights']:,.0f} weights; loss {first['loss']:.6f} of the parent,"
         f" {second['loss']:.6f} of the variant"
     )
     columns = {
-        "steps/s": (",.1f", lambda x: steps / x["seconds"]),
-        "MB sent in a step": (",.3f", lambda x: x["sent_bytes"] / steps / 1e6),
-        "peak MB": (",.1f", lambda x: x["peak_bytes"] / 1e6),
+        "steps/s": (",.1f", lambda found: args.steps / found["seconds"]),
+        "MB sent in a step": (
+            ",.3f",
+            lambda found: found["sent_bytes"] / args.steps / 1e6,
+        ),
+        "peak MB": (",.1f", lambda found: found["peak_bytes"] / 1e6),
     }
     report.print_table("", turns, **columns)
 
@@ -153,7 +161,11 @@ if __name__ == "__main__":
         steps=(8, "steps in an epoch"),
         batch_size=(1024, "samples that one process takes in a step"),
     )
-    known = [name for name, parent in SCRIPTS.items() if parent]
-    text = "a script's path (default: all variants)"
-    parser.add_argument("name", nargs="?", choices=known, metavar="SCRIPT", help=text)
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=[name for name, parent in SCRIPTS.items() if parent],
+        metavar="SCRIPT",
+        help="a script's path (default: all variants)",
+    )
     main(parser.parse_args())

@@ -40,13 +40,21 @@ LINKS = [  # for --table: name, rate, latency in µs, GPUs in a machine
     ("internet, 100 Mbit/s", "100Mbit", 30_000, 1),
 ]
 TABLE_GPUS = (8, 64, 512, 4096, 100_000)
+PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def send(size, hops, nodes, cluster):
-    """Seconds of `size` bytes over the slowest link that these nodes need, after `hops`
-    messages in a row: so many between machines, and so many between GPUs in one."""
-    rates = [cluster.link] * (nodes > 1) + [cluster.inside] * (cluster.gpus > 1)
-    latency = hops[0] * cluster.latency + hops[1] * min(HOP_S, cluster.latency)
+    """Seconds of `size` bytes over the slowest link that these nodes need.
+
+    hops: how many messages come one after the other, (between machines, inside them).
+    """
+    rates = []
+    if nodes > 1:
+        rates.append(cluster.link)
+    if cluster.gpus > 1:
+        rates.append(cluster.inside)
+    between, inside = hops
+    latency = between * cluster.latency + inside * min(HOP_S, cluster.latency)
     return size / min(rates, default=inf) + latency
 
 
@@ -58,7 +66,8 @@ def ring(passes, size, nodes, cluster):
     2009, doi.org/10.1016/j.jpdc.2008.09.002. The ring enters each machine once.
     """
     ranks = nodes * cluster.gpus
-    share, hops = size * (ranks - 1) / ranks, (nodes - 1, ranks - nodes)
+    share = size * (ranks - 1) / ranks
+    hops = (nodes - 1, ranks - nodes)
     return passes * send(share, hops, nodes, cluster)
 
 
@@ -69,15 +78,20 @@ def all_reduce(size, nodes, cluster):
     log2(nodes) machines, in each of which the GPUs are a chain: Sanders, Speck, Träff
     2009, doi.org/10.1016/j.parco.2009.09.001. `algorithm` may name one.
     """
-    tree = 2 * send(size, (ceil(log2(nodes)), cluster.gpus - 1), nodes, cluster)
-    times = {"ring": ring(2, size, nodes, cluster), "tree": tree}
+    hops = (ceil(log2(nodes)), cluster.gpus - 1)
+    times = {
+        "ring": ring(2, size, nodes, cluster),
+        "tree": 2 * send(size, hops, nodes, cluster),
+    }
     return times.get(cluster.algorithm, min(times.values()))
 
 
 def slowest_rank(ranks, jitter):
-    """Compute time of the slowest of W ranks, whose mean is 1 and standard deviation
-    `jitter`: about the normal quantile (W - 3/8)/(W + 1/4), as Blom 1958 found in
-    "Statistical Estimates and Transformed Beta-Variables"."""
+    """The compute time of the slowest of W ranks: mean 1, standard deviation `jitter`.
+
+    It is about the normal quantile (W - 3/8)/(W + 1/4), as Blom 1958 found in
+    "Statistical Estimates and Transformed Beta-Variables".
+    """
     quantile = (ranks - 0.375) / (ranks + 0.25)
     return 1 + jitter * statistics.NormalDist().inv_cdf(quantile)
 
@@ -89,7 +103,8 @@ def buckets(job, backward, nodes, cluster):
     bucket is ready when backward has computed its share of the gradients, and the link
     sends one after the other.
     """
-    ready = sent = 0
+    ready = 0
+    sent = 0
     while ready < job.gradients:
         size = min(job.bucket if ready else 2**20, job.gradients - ready)
         ready += size
@@ -106,7 +121,8 @@ def ddp(job, slow, nodes, cluster):
     Li et al. 2020, arxiv.org/abs/2006.15704, section 3.2.
     """
     backward = slow * job.compute * job.backward
-    *_, (_, _, sent) = buckets(job, backward, nodes, cluster)
+    *_, last = buckets(job, backward, nodes, cluster)
+    _, _, sent = last
     return job.accumulate * slow * job.compute + sent - backward
 
 
@@ -120,19 +136,28 @@ def fsdp(job, slow, nodes, cluster, hybrid=False):
     machines all-reduce: each GPU its part, together a layer's gradients (3.2.2). An
     accumulation gathers for every micro-batch, and reduces with the last.
     """
-    group, gradients = 1 if hybrid else nodes, job.gradients / job.layers
+    group = 1 if hybrid else nodes  # machines that share the model
+    gradients = job.gradients / job.layers
     gather = ring(1, job.weights / job.layers, group, cluster)
     reduce = ring(1, gradients, group, cluster)
     between = all_reduce(gradients, nodes // group, cluster._replace(gpus=1))
     layer = slow * job.compute / job.layers
     forward = [(1 - job.backward) * layer] * job.layers  # the optimizer's time, too
-    todo = (forward + [job.backward * layer] * job.layers) * job.accumulate
-    gathered = group_free = gather  # nothing hides the first one
-    computed = between_free = 0
-    for left, seconds in zip(range(len(todo))[::-1], todo, strict=True):
+    backward = [job.backward * layer] * job.layers
+    todo = (forward + backward) * job.accumulate
+    # When the next layer is gathered, when a layer is computed, when links are free.
+    gathered = gather  # nothing hides the first one
+    computed = 0
+    group_free = gather
+    between_free = 0
+    for number, seconds in enumerate(todo, start=1):
+        left = len(todo) - number
         begun = max(computed, gathered)
         computed = begun + seconds
-        gathered = group_free = max(group_free, begun) + gather * (left > 0)
+        group_free = max(group_free, begun)
+        if left > 0:
+            group_free += gather
+        gathered = group_free
         if left < job.layers:  # the last backward
             group_free = max(group_free, computed) + reduce
             between_free = max(between_free, group_free) + between
@@ -140,30 +165,39 @@ def fsdp(job, slow, nodes, cluster, hybrid=False):
 
 
 def predict(way, job, nodes, cluster):
-    """The parts of a Step: what it takes longer when links are no longer infinitely
-    fast, then when messages have a latency, then when ranks differ."""
+    """The parts of a Step.
+
+    Each is what a step takes longer when links are no longer infinitely fast, then when
+    messages have a latency, then when ranks differ.
+    """
     step = ddp if way == "ddp" else functools.partial(fsdp, hybrid=way == "hsdp")
     at_once = step(job, 1, nodes, cluster._replace(latency=0))
     alike = step(job, 1, nodes, cluster)
-    real = step(job, slowest_rank(nodes * cluster.gpus, cluster.jitter), nodes, cluster)
+    slow = slowest_rank(nodes * cluster.gpus, cluster.jitter)
+    real = step(job, slow, nodes, cluster)
     compute = job.accumulate * job.compute
     return Step(compute, at_once - compute, alike - at_once, real - alike)
 
 
 def judge(step):
-    """(efficiency, what limits it): the share of a step that computes (weak scaling),
-    and the part that costs most, or "compute" if the others cost 10 % or less."""
+    """(efficiency, what limits it).
+
+    The efficiency is the share of a step that computes (weak scaling). What limits it
+    is the part that costs most, or "compute" if the others cost 10 % or less.
+    """
     efficiency = step.compute / sum(step)
-    most = max(Step._fields[1:], key=lambda name: getattr(step, name))
-    return efficiency, "compute" if efficiency >= 0.9 else most
+    if efficiency >= 0.9:
+        return efficiency, "compute"
+    return efficiency, max(Step._fields[1:], key=lambda name: getattr(step, name))
 
 
 def print_rows(nodes, ways, job, cluster):
-    heads = "step ms", *(f"+{name}" for name in Step._fields[1:])
-    print("nodes    GPUs  way  efficiency", *(f"{x:>11}" for x in heads), " limited by")
+    heads = "".join(f"+{name}".rjust(12) for name in Step._fields[1:])
+    print(f"nodes    GPUs  way  efficiency     step ms{heads}  limited by")
     for way, count in itertools.product(ways, nodes):
         step = predict(way, job, count, cluster)
-        parts = " ".join(f"{1e3 * x:11.1f}" for x in (sum(step), *step[1:]))
+        seconds = [sum(step), *step[1:]]
+        parts = " ".join(f"{1e3 * part:11.1f}" for part in seconds)
         efficiency, limit = judge(step)
         row = f"{count:5} {count * cluster.gpus:7}  {way:4} {efficiency:10.1%}"
         print(f"{row} {parts}  {limit}")
@@ -175,11 +209,22 @@ def print_table(ways, job, cluster):
     print(f"{'link of a machine, GPUs:':26} way  {heads}  below 50 % at")
     for (name, link, latency_us, gpus), way in itertools.product(LINKS, ways):
         here = cluster._replace(gpus=gpus, link=rate(link), latency=latency_us / 1e6)
-        cells = [judge(predict(way, job, x // gpus, here))[0] for x in TABLE_GPUS]
-        counts = [2**x for x in range(18) if 2**x * gpus <= TABLE_GPUS[-1]]
-        lost = [x for x in counts if judge(predict(way, job, x, here))[0] < 0.5]
-        end = f"{lost[0] * gpus:,} GPUs" if lost else "-"
-        print(f"{name:26} {way:4}", *(f"{x:7.1%}" for x in cells), f" {end}")
+        cells = ""
+        for count in TABLE_GPUS:
+            efficiency, _ = judge(predict(way, job, count // gpus, here))
+            cells += f" {efficiency:7.1%}"
+        print(f"{name:26} {way:4}{cells}  {below_half(way, job, here)}")
+
+
+def below_half(way, job, cluster):
+    """Of how many GPUs less than half the time computes, in powers of two of nodes."""
+    nodes = 1
+    while nodes * cluster.gpus <= TABLE_GPUS[-1]:
+        efficiency, _ = judge(predict(way, job, nodes, cluster))
+        if efficiency < 0.5:
+            return f"{nodes * cluster.gpus:,} GPUs"
+        nodes *= 2
+    return "-"
 
 
 def rate(text):
@@ -187,15 +232,16 @@ def rate(text):
     found = re.fullmatch(r"([\d.]+) ?([kMGT]?)(bit|B)(/s)?", text)
     if not found or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text}: not a rate such as 100Gbit or 25GB")
-    size = float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
+    size = float(found[1]) * PREFIXES[found[2]]
     return size / 8 if found[3] == "bit" else size
 
 
 def within(least, most, kind=float):
     def number(text):
-        if not least <= kind(text) <= most:
+        value = kind(text)
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text}: not from {least:g} to {most:g}")
-        return kind(text)
+        return value
 
     return number
 
@@ -204,17 +250,23 @@ def read_profile(path):
     """(ms of computing, backward's share, parameters) from variants/profiled.py."""
     with open(path) as file:
         profile = json.load(file)
-    ms, parameters = profile["ms"], profile["parameters"]  # ms: a dict of each rank
-    compute = statistics.fmean(x["step"] - x["exposed communication"] for x in ms)
-    backward = statistics.fmean(x["backward"] for x in ms)
+    ranks = profile["ms"]  # of each rank a dict, with the milliseconds of each part
+    parameters = profile["parameters"]
+    computes = [ms["step"] - ms["exposed communication"] for ms in ranks]
+    compute = statistics.fmean(computes)
+    backward = statistics.fmean(ms["backward"] for ms in ranks)
     if not 0 < backward < compute < inf or not 1 <= parameters <= 1e13:
         raise ValueError("a job without backward or without parameters")
     return compute, backward / compute, parameters
 
 
 def main():
-    parser = argparse.ArgumentParser("predict.py", argparse.SUPPRESS, __doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="predict.py",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     count = within(1, 1e6, int)
     for name, kind, default, what in (
         ("--step-ms", within(1e-3, 1e9), None, "of one GPU, without communication"),
@@ -231,29 +283,51 @@ def main():
         ("--latency-us", within(0, 1e9), 10, "of a message between machines"),
         ("--jitter", within(0, 1), 0, "standard deviation of a rank's compute / mean"),
     ):
-        what += f" ({default})" * (default is not None)
+        if default is not None:
+            what += f" ({default})"
         parser.add_argument(name, type=kind, default=default, help=what)
     parser.add_argument("--nodes", type=count, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--way", choices=[*WAYS, "all"], default="all")
     parser.add_argument("--algorithm", choices=["ring", "tree"], help="(the faster)")
     parser.add_argument("--table", action="store_true", help="compare many links")
     args = parser.parse_args()
-    given = {bool(args.step_ms), bool(args.parameters), not args.measure}
-    if len(given) > 1 or not (args.link or args.table):
+    if args.measure:
+        is_clear = not args.step_ms and not args.parameters
+    else:
+        is_clear = args.step_ms and args.parameters
+    if not is_clear or not (args.link or args.table):
         parser.error("give --link, and --step-ms with --parameters or else --measure")
+    step_ms = args.step_ms
+    parameters = args.parameters
+    backward = 2 / 3
     try:
-        measured = args.measure and read_profile(args.measure)
+        if args.measure:
+            step_ms, backward, parameters = read_profile(args.measure)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as why:
         hint = "Give TRACE.json of variants.profiled --trace TRACE"
         parser.error(f"{args.measure}: {why!r}. {hint}")
-    step_ms, backward, parameters = measured or (args.step_ms, 2 / 3, args.parameters)
-    sizes = [parameters * x for x in (args.gradient_bytes, args.weight_bytes)]
-    sizes += [args.layers, args.accumulate, args.bucket_mb * 2**20]
-    how = args.latency_us / 1e6, args.jitter, args.algorithm
-    job = Job(step_ms / 1e3, backward, *sizes)
-    cluster = Cluster(args.gpus, args.link, args.inside, *how)
-    show = print_table if args.table else functools.partial(print_rows, args.nodes)
-    show(WAYS if args.way == "all" else [args.way], job, cluster)
+    job = Job(
+        compute=step_ms / 1e3,
+        backward=backward,
+        gradients=parameters * args.gradient_bytes,
+        weights=parameters * args.weight_bytes,
+        layers=args.layers,
+        accumulate=args.accumulate,
+        bucket=args.bucket_mb * 2**20,
+    )
+    cluster = Cluster(
+        gpus=args.gpus,
+        link=args.link,
+        inside=args.inside,
+        latency=args.latency_us / 1e6,
+        jitter=args.jitter,
+        algorithm=args.algorithm,
+    )
+    ways = WAYS if args.way == "all" else [args.way]
+    if args.table:
+        print_table(ways, job, cluster)
+    else:
+        print_rows(args.nodes, ways, job, cluster)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,18 @@ from torch.distributed.elastic.rendezvous import utils as rendezvous
 CONNECT_S = 3  # a host that takes longer to answer is as good as away
 SKEW_S = 5  # torchrun takes a host for dead whose clock is 15 s behind
 SHM_MIB = 256  # for each process; Docker gives 64 to a whole container
-TURNS, MESSAGES = 4, 4  # with how many others a process is measured, and how often
+TURNS = 4  # with so many others a process is measured
+MESSAGES = 4  # and so often with each
 TCP_GBIT = 10  # one connection seldom fills a faster card
-COMPARED = {"torch": "FAIL", "CUDA": "FAIL", "NCCL": "FAIL", "backend": "FAIL"}
-COMPARED |= {"InfiniBand": "FAIL", "device": "warn"}
+COMPARED = {  # what must be the same on all hosts, and what else a difference is
+    "torch": "FAIL",
+    "CUDA": "FAIL",
+    "NCCL": "FAIL",
+    "backend": "FAIL",
+    "InfiniBand": "FAIL",
+    "device": "warn",
+}
+BAD_GPU = r"HW .*Slowdown +: Active|\w+ Uncorr.*: [1-9].*"  # in nvidia-smi's words
 COUNTS = {"FAIL": 0, "warn": 0}  # of the findings that were printed
 
 
@@ -50,7 +58,10 @@ def show(findings, checked=""):
     """Print each (kind, what, cure), or that what was checked is well."""
     for kind, what, cure in findings:
         COUNTS[kind] += 1
-        print(f"{kind:<6}{what}" + f"\ntry   {cure}" * bool(cure), flush=True)
+        text = f"{kind:<6}{what}"
+        if cure:
+            text += f"\ntry   {cure}"
+        print(text, flush=True)  # at once, because other processes print as well
     if checked and not findings:
         print(f"ok    {checked}", flush=True)
 
@@ -65,7 +76,8 @@ def resolve(name):
 
 def interfaces():
     """{name: IPv4 address} of this host's network interfaces."""
-    found, ask_address = {}, 0x8915  # SIOCGIFADDR
+    ask_address = 0x8915  # SIOCGIFADDR
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
@@ -77,20 +89,25 @@ def interfaces():
 
 def choose_interface():
     """(interface, what is wrong): where gloo listens, by a variable or the own name."""
-    there_are, own = interfaces(), socket.gethostname()
-    outward = [x for x in there_are if not x.startswith(("lo", "docker", "virbr"))]
-    if wanted := os.environ.get("GLOO_SOCKET_IFNAME"):  # one name, and no ^docker
+    there_are = interfaces()
+    own = socket.gethostname()
+    inward = ("lo", "docker", "virbr")
+    outward = [name for name in there_are if not name.startswith(inward)]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")  # one name, and no ^docker
+    if wanted:
         found = [name for name in there_are if name == wanted]
         wrong = f"there is no interface {wanted}, and there is {', '.join(there_are)}"
     else:
         found = [name for name in outward if there_are[name] == resolve(own)]
         wrong = f"its own name, {own}, is {resolve(own) or 'unknown'} there"
-    return [*found, *outward, "lo"][0], "" if found else wrong
+    first = [*found, *outward, "lo"][0]
+    return first, "" if found else wrong
 
 
 def probe_port(name, port):
     """(why `name` does not answer at `port`, what to type), or two empty strings."""
-    address, own = resolve(name), socket.gethostname()
+    address = resolve(name)
+    own = socket.gethostname()
     if not address:
         return f"{own} does not know the name {name}", f"getent hosts {name}"
     if address.startswith("127.") or address in interfaces().values():
@@ -127,21 +144,34 @@ def find_in_gpus():
         yield "FAIL", f"{what} none", f"{cure}; or --cpu, to train on CPUs"
     _, *gpus = subprocess.getoutput("timeout 20 nvidia-smi -q").split("\nGPU ")
     for gpu in gpus:
-        name, cure = f"GPU {gpu.split()[0]}", f"nvidia-smi -q -i {gpu.split()[0]}"
-        bad = r"HW .*Slowdown +: Active|\w+ Uncorr.*: [1-9].*"  # no old memory errors:
-        for line in re.findall(bad, gpu.partition("Aggregate")[0]):
-            yield "FAIL", f"{name} says {' '.join(line.split())}", cure
+        name = gpu.split()[0]
+        now, _, _ = gpu.partition("Aggregate")  # without old memory errors
+        for line in re.findall(BAD_GPU, now):
+            said = " ".join(line.split())
+            yield "FAIL", f"GPU {name} says {said}", f"nvidia-smi -q -i {name}"
+
+
+def active_ports():
+    """Gbit/s of the InfiniBand and RoCE ports that are up."""
+    rates = []
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        if read(port / "state").endswith("ACTIVE"):  # 4: ACTIVE
+            rate = read(port / "rate").split()[0]  # 400 Gb/sec (4X NDR)
+            rates.append(float(rate))
+    return rates
 
 
 def describe_host(args, config, endpoint, is_endpoint):
     """What the endpoint needs to know of this host, and what is wrong with it."""
-    findings, (interface, wrong) = [], choose_interface()
-    own, address = socket.gethostname(), interfaces()[interface]
+    findings = []
+    interface, wrong = choose_interface()
+    address = interfaces()[interface]
+    own = socket.gethostname()
 
     def add(kind, what, cure):
         findings.append((kind, f"{own}: {what}", f"on {own}: {cure}"))
 
-    processes, several = config.nproc_per_node, config.max_nodes > 1
+    several = config.max_nodes > 1
     announced = args.local_addr or socket.getfqdn()  # by torchrun, to the others
     c10d = several and args.rdzv_backend == "c10d"
     asks = c10d and "is_host" not in config.rdzv_configs  # whether it is the endpoint
@@ -149,8 +179,10 @@ def describe_host(args, config, endpoint, is_endpoint):
     if several and announced.startswith("localhost"):
         add("FAIL", "it would tell the others to connect to localhost", cure)
     elif not resolve(own) and (asks or not args.local_addr or is_endpoint):
-        cure = f"; or {cure}" + " --rdzv-conf=is_host=false" * c10d
-        cure = f"echo '{address} {own}' >> /etc/hosts" + cure * (own != endpoint)
+        if c10d:
+            cure += " --rdzv-conf=is_host=false"
+        tell = f"echo '{address} {own}' >> /etc/hosts"
+        cure = tell if own == endpoint else f"{tell}; or {cure}"
         add("FAIL", "it does not know its own name: torchrun would crash or hang", cure)
     elif asks and rendezvous._matches_machine_hostname(endpoint) != is_endpoint:
         would = "would not" if is_endpoint else "would"
@@ -164,38 +196,56 @@ def describe_host(args, config, endpoint, is_endpoint):
     if args.max_restarts and os.environ.get(variable[:-2]) != "1":
         what = "--max-restarts: a restart may read what the attempt before it stored"
         add("warn", what, f"export {variable}")
-    need, disk = processes * SHM_MIB, os.statvfs("/dev/shm")
-    if (shm := disk.f_blocks * disk.f_frsize >> 20) < need:
+    need = config.nproc_per_node * SHM_MIB
+    disk = os.statvfs("/dev/shm")
+    shm = disk.f_blocks * disk.f_frsize >> 20  # MiB
+    if shm < need:
         cure = f"docker run --shm-size={need}m; mount -o remount,size={need}m /dev/shm"
         add("FAIL", f"/dev/shm has {shm} MiB, and may need {need} MiB", cure)
-    for finding in find_in_gpus() if not args.cpu else ():
-        add(*finding)
-    active = []  # Gbit/s of InfiniBand and RoCE ports
-    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        if read(port / "state").endswith("ACTIVE"):  # 4: ACTIVE
-            active.append(float(read(port / "rate").split()[0]))  # 400 Gb/sec (4X NDR)
+    if not args.cpu:
+        for kind, what, cure in find_in_gpus():
+            add(kind, what, cure)
     cpu = args.cpu or not torch.accelerator.is_available()
     device = "cpu" if cpu else torch.accelerator.current_accelerator().type
-    backend, nccl = dist.get_default_backend_for_device(device), "none"
+    backend = dist.get_default_backend_for_device(device)
+    nccl = "none"
     if backend == "nccl" and device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         device = torch.cuda.get_device_name(0)
-    expected, folder = 0, f"/sys/class/net/{interface}"  # Gbit/s to another host
+    expected = 0  # Gbit/s to another host
+    folder = f"/sys/class/net/{interface}"
     if os.path.exists(f"{folder}/device"):  # the speed of a virtual card may be a lie
-        expected = min(TCP_GBIT, max(0, int(read(f"{folder}/speed") or 0)) / 1000)
+        mbit = int(read(f"{folder}/speed") or 0)  # -1 if nobody knows
+        expected = min(TCP_GBIT, max(0, mbit) / 1000)
+    active = active_ports()
     if active:  # gloo does not speak InfiniBand, but TCP by the same cards
         expected = min(active) if backend == "nccl" else min(*active, TCP_GBIT)
-    cuda = torch.version.cuda or torch.version.hip
-    versions = [str(torch.__version__), cuda, nccl, backend, active, device]
-    host = {"name": own, "announced": announced, "address": address}
-    host |= {"interface": interface, "expected": expected, "findings": findings}
-    return host | dict(zip(COMPARED, versions, strict=True))
+    return {
+        "name": own,
+        "announced": announced,
+        "address": address,
+        "interface": interface,
+        "expected": expected,
+        "findings": findings,
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda or torch.version.hip,
+        "NCCL": nccl,
+        "backend": backend,
+        "InfiniBand": active,
+        "device": device,
+    }
 
 
 def open_store(name, port, serve=False):
     """The store of host `name`: a table, which this process keeps if it serves."""
-    options = {"wait_for_workers": False, "timeout": timedelta(seconds=CONNECT_S)}
-    store = dist.TCPStore(name, port, None, serve, multi_tenant=serve, **options)
+    store = dist.TCPStore(
+        name,
+        port,
+        is_master=serve,
+        multi_tenant=serve,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_S),
+    )
     return dist.PrefixStore("preflight", store)
 
 
@@ -207,21 +257,23 @@ def get(store, key, wait_s=30):
 
 def ask(name, port, deadline):
     """(the store of host `name`, its facts), or (None, why it did not come)."""
-    while (found := probe_port(name, port))[0] and time.monotonic() < deadline:
+    why, cure = probe_port(name, port)
+    while why and time.monotonic() < deadline:
         time.sleep(0.5)
-    why, cure = found
+        why, cure = probe_port(name, port)
     with contextlib.suppress(dist.DistError, futures.TimeoutError):
         if not why:
-            why, cure = f"something else listens at port {port}", f"on {name}: ss -ltnp"
+            why = f"something else listens at port {port}"
+            cure = f"on {name}: ss -ltnp"
             opened = futures.ThreadPoolExecutor(1).submit(open_store, name, port)
             store = opened.result(2 * CONNECT_S)  # it may wait for an answer for ever
             store.set("asked", "1")
             host = get(store, "host")
             ahead = host["time"] - time.time()  # the message took no time to come
             if abs(ahead) > SKEW_S:
-                clock = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-                what, cure = f"{name}: its clock is {clock}", f"on {name}: timedatectl"
-                host["findings"].append(("FAIL", what, cure))
+                side = "ahead" if ahead > 0 else "behind"
+                what = f"{name}: its clock is {abs(ahead):.0f} s {side}"
+                host["findings"].append(("FAIL", what, f"on {name}: timedatectl"))
             return store, host
     return None, ("FAIL", f"{name} did not come: {why}", cure)
 
@@ -231,26 +283,29 @@ def compare(hosts):
     for key, kind in COMPARED.items():
         values = [host[key] for host in hosts]
         usual = max(values, key=values.count)  # in a tie, what the endpoint has
-        for host in (host for host in hosts if host[key] != usual):
-            what = f"{host['name']} has {key} {host[key]}, the others have {usual}"
-            yield kind, what, f"on {host['name']}: python -m torch.utils.collect_env"
+        for host in hosts:
+            if host[key] != usual:
+                name = host["name"]
+                what = f"{name} has {key} {host[key]}, the others have {usual}"
+                yield kind, what, f"on {name}: python -m torch.utils.collect_env"
     for host in hosts:
         yield from host["findings"]
 
 
 def call(host, others):
     """Findings: hosts that cannot be connected to from `host`, which is this one."""
+    own = host["name"]
     for other in others:
         why, cure = probe_port(other["announced"], other["port"])
-        if why and other["name"] != host["name"]:
-            what = f"{host['name']} cannot connect to {other['name']}, which is "
-            cure = f"on {host['name']}: {cure}"
-            yield "FAIL", f"{what}{other['address']}: {why}", cure
+        if why and other["name"] != own:
+            there = f"{other['name']}, which is {other['address']}"
+            yield "FAIL", f"{own} cannot connect to {there}: {why}", f"on {own}: {cure}"
 
 
 def lead(host, port, others, wait_s):
     """On the endpoint: ask all, compare them, let them call; may torchrun start?"""
-    wait, deadline = CONNECT_S * len(others) + 60, time.monotonic() + wait_s
+    wait = CONNECT_S * len(others) + 60
+    deadline = time.monotonic() + wait_s
     with futures.ThreadPoolExecutor(256) as pool:
         answers = [*pool.map(lambda name: ask(name, port, deadline), others)]
         stores = [store for store, _ in answers if store]
@@ -289,84 +344,119 @@ def follow(store, host, endpoint, port, wait_s):
 def measure(me, peer, device):
     """Gbit/s of messages to `peer`, which answers each with a token."""
     size = 1 << 20 if device.type == "cpu" else 1 << 24
-    data, token = torch.ones(size // 4, device=device), torch.ones(1, device=device)
+    data = torch.ones(size // 4, device=device)
+    token = torch.ones(1, device=device)
     best = float("inf")
     for sender in sorted((me, peer)):
         for _ in range(MESSAGES):  # the first opens the connection
             start = time.perf_counter()
-            for source, message in ((sender, data), (me + peer - sender, token)):
-                (dist.send if source == me else dist.recv)(message, peer)
+            if sender == me:
+                dist.send(data, peer)
+                dist.recv(token, peer)
+            else:
+                dist.recv(data, peer)
+                dist.send(token, peer)
             token.item()  # until the device has done it
             if sender == me:
                 best = min(best, time.perf_counter() - start)
     return size * 8e-9 / best
 
 
+def peers_of(rank, locals_of_ranks):
+    """The ranks that this one is measured with, turn by turn: disjoint pairs.
+
+    They have its local rank. In a turn, the places of a pair in this list add up to the
+    same number.
+    """
+    local = locals_of_ranks[rank]
+    alike = [peer for peer, its in enumerate(locals_of_ranks) if its == local]
+    mine = alike.index(rank)
+    turns = range(local, local + min(TURNS, len(alike)))
+    pairs = [alike[(turn - mine) % len(alike)] for turn in turns]
+    return [peer for peer in pairs if peer != rank]
+
+
 def check(rank, local, everybody, host, timeout_s, cpu, link_gbit):
     """Yields what a process does next, and what to type if that fails; then does it."""
-    who, findings, backend = f"rank {rank} on {host['name']}", [], host["backend"]
+    own = host["name"]
+    who = f"rank {rank} on {own}"
+    backend = host["backend"]
+    findings = []
     device = torch.device("cpu")
     if not cpu and torch.accelerator.is_available():
         torch.accelerator.set_device_index(local)
         device = torch.device(torch.accelerator.current_accelerator().type, local)
     yield f"allocating and computing on {device}", "nvidia-smi"
-    ones = torch.ones(*[256 if device.type == "cpu" else 4096] * 2, device=device)
+    size = 256 if device.type == "cpu" else 4096
+    ones = torch.ones(size, size, device=device)
     if not (ones @ ones == len(ones)).all():
-        cure = f"on {host['name']}: nvidia-smi -q; dmesg | grep -i xid"
+        cure = f"on {own}: nvidia-smi -q; dmesg | grep -i xid"
         findings.append(("FAIL", f"{who} multiplies wrongly", cure))
-    there = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    cure = f"nc -vz {there.replace(':', ' ')}"
-    cure += "; export NCCL_DEBUG=INFO" * (backend == "nccl")  # PyTorch 2.15 starts it
-    yield f"connecting all processes ({backend}), by way of {there}", cure
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
+    cure = f"nc -vz {address} {port}"
+    if backend == "nccl":  # PyTorch 2.15 starts it here
+        cure += "; export NCCL_DEBUG=INFO"
+    yield f"connecting all processes ({backend}), by way of {address}:{port}", cure
     step = timedelta(seconds=timeout_s / 2)
     # NCCL's own time-out would kill the process before it can say at what.
     dist.init_process_group(backend, timeout=step if backend == "gloo" else 4 * step)
     cure = "export NCCL_DEBUG=INFO TORCH_CPP_LOG_LEVEL=INFO"
     gloo = dist.new_group(timeout=step, backend="gloo")  # a script may have one, too
-    index, wrong, size = torch.arange(10_000), [], len(everybody)
-    for group, where in ((None, device), (gloo, "cpu")):
-        name = " (gloo group)" * (group is not None)
-        yield f"the first all-reduce{name or f' ({backend})'}", cure
+    ranks = len(everybody)
+    index = torch.arange(10_000)
+    number = index % 64
+    # Two ranks send the number, and all others 0, so that each type is exact.
+    sent = number * ((index - rank) % ranks < 2)
+    expected = number * min(2, ranks)
+    wrong = []
+    for group, where, name in (
+        (None, device, f" ({backend})"),
+        (gloo, "cpu", " (gloo group)"),
+    ):
+        yield f"the first all-reduce{name}", cure
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            # The same number from two ranks, and 0 from all others: each type is exact.
-            mine = (index % 64 * ((index - rank) % size < 2)).to(where, dtype)
+            mine = sent.to(where, dtype, copy=True)
             dist.all_reduce(mine, group=group)
-            if not mine.cpu().equal((index % 64 * min(2, size)).to(dtype)):
-                wrong.append(f"{dtype}"[6:] + name)
+            if not mine.cpu().equal(expected.to(dtype)):
+                kind = str(dtype).removeprefix("torch.")
+                wrong.append(kind if group is None else f"{kind}{name}")
     if wrong:
         findings.append(("FAIL", f"{who}: all-reduce is wrong: {', '.join(wrong)}", ""))
     dist.all_gather_object(everybody, (local, host, findings), gloo)
     yield "measuring each link", cure
-    # One local rank after the other, so that no two share a host's way out. In a turn
-    # the numbers of a pair add up to the same, so that the pairs are disjoint.
-    for now in range(max(x for x, *_ in everybody) + 1):
-        peers = [peer for peer, (x, *_) in enumerate(everybody) if x == now]
-        turns = range(now, now + min(TURNS, len(peers))) if now == local else ()
-        pairs = [peers[(turn - peers.index(rank)) % len(peers)] for turn in turns]
-        for peer in (peer for peer in pairs if peer != rank):
-            gbit, there = measure(rank, peer, device), everybody[peer][1]
-            expected = link_gbit or min(host["expected"], there["expected"]) or 1
-            if gbit < expected / 2:
-                what = f"slow link, {who} to rank {peer} on {there['name']}: "
-                what += f"{gbit:.2f} Gbit/s; {expected:g} expected (or say --link-gbit)"
-                cure = f"on {host['name']}: ethtool {host['interface']}; iperf3 -c "
-                cure += f"{there['address']}; NCCL_DEBUG=INFO names the network"
-                findings.append(("FAIL", what, cure))
+    # One local rank after the other, so that no two share a host's way out.
+    locals_of_ranks = [its_local for its_local, *_ in everybody]
+    for now in range(max(locals_of_ranks) + 1):
+        if now == local:
+            for peer in peers_of(rank, locals_of_ranks):
+                gbit = measure(rank, peer, device)
+                _, there, _ = everybody[peer]
+                expected = link_gbit or min(host["expected"], there["expected"]) or 1
+                if gbit < expected / 2:
+                    what = f"slow link, {who} to rank {peer} on {there['name']}: "
+                    what += f"{gbit:.2f} Gbit/s; {expected:g} expected"
+                    what += " (or say --link-gbit)"
+                    cure = f"on {own}: ethtool {host['interface']}; iperf3 -c "
+                    cure += f"{there['address']}; NCCL_DEBUG=INFO names the network"
+                    findings.append(("FAIL", what, cure))
         dist.barrier(group=gloo)
     dist.all_gather_object(everybody, (local, host, findings), gloo)
 
 
 def work(host, timeout_s, cpu, link_gbit):
     """All checks of one process. If it fails, or hangs, it says so itself."""
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
+    local = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    at = "the start", "nvidia-smi"
+    at = ("the start", "nvidia-smi")  # what it does, what to type if that fails
     everybody = [None] * world_size  # gets (local rank, host, findings) of each rank
 
     def stop(why, wait_s):
         if not COUNTS["FAIL"]:
-            what = f"rank {rank} on {host['name']}, {at[0]}: {why}"
-            show([("FAIL", what[:400], at[1])])
+            doing, cure = at
+            what = f"rank {rank} on {host['name']}, {doing}: {why}"
+            show([("FAIL", what[:400], cure)])
         time.sleep(wait_s)  # or torchrun would end those that hang, before they say so
         os._exit(1)
 
@@ -389,7 +479,8 @@ def main():
         work(*json.loads(os.environ["PREFLIGHT"]))
     logging.disable()  # torchrun's
     parser = run.get_args_parser()
-    parser.usage, parser.description = argparse.SUPPRESS, __doc__
+    parser.usage = argparse.SUPPRESS
+    parser.description = __doc__
     parser.add_argument("--hosts", default="", help="the names of all: node0,node1")
     parser.add_argument("--cpu", action="store_true", help="check without the GPUs")
     for name, default, what in (
@@ -408,8 +499,10 @@ def main():
     except (ValueError, AssertionError, RuntimeError) as problem:
         parser.error(f"torchrun: {problem}")
     names = [name for name in args.hosts.split(",") if name]
-    several, own = config.max_nodes > 1, socket.gethostname()
-    mine = [name for name in names if name.split(".")[0] == own.split(".")[0]]
+    several = config.max_nodes > 1
+    own = socket.gethostname()
+    short = own.split(".")[0]
+    mine = [name for name in names if name.split(".")[0] == short]
     mine += [name for name in names if resolve(name) in interfaces().values()]
     known = len(set(names)) == config.max_nodes and endpoint in names and mine
     if several and not known:
@@ -419,13 +512,13 @@ def main():
     others = [name for name in names if name != mine[0]]
     listener = socket.create_server(("", 0), backlog=1024)  # for those who call
     host["port"] = port if is_endpoint else listener.getsockname()[1]
-    go, wait = False, args.wait
+    go = False
     try:
         store = open_store("127.0.0.1", port if several else 0, serve=True)
         if is_endpoint:
-            go = lead(host, port, others, wait)
+            go = lead(host, port, others, args.wait)
         else:
-            go = follow(store, host, endpoint, port, wait)
+            go = follow(store, host, endpoint, port, args.wait)
     except dist.DistError as problem:
         what = f"{own}, meeting at port {port}: {problem}".splitlines()[0]
         show([("FAIL", what, f"ss -ltnp 'sport = :{port}'")])

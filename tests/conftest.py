@@ -1,8 +1,6 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
-import ast
 import collections
-import json
 import os
 import re
 import shutil
@@ -20,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
 
+from tests.helpers.checks import noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
 from tools.run import hosts, launch, results  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
@@ -87,38 +86,49 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="session")
 def standin(tmp_path_factory):
-    """The stand-in for GPUs is compiled; a kill on the way would leave its lock."""
-    if not all(map(shutil.which, ("g++", "ninja"))):
-        pytest.skip("the stand-in for GPUs needs g++ and ninja")
-    words = ["python", "-c", "import torch"]
-    env = {"PYTHONPATH": ROOT / "tests" / "standin"}
-    program = Program(words, tmp_path_factory.getbasetemp(), real=True, **env)
+    """The stand-in for GPUs is compiled.
+
+    This takes a minute, and longer on a busy machine. If a time-out killed the
+    compiler, its lock would stay, and later tests would wait for it.
+    """
+    for compiler in ("g++", "ninja"):
+        if not shutil.which(compiler):
+            pytest.skip("the stand-in for GPUs needs g++ and ninja")
+    program = Program(
+        ["python", "-c", "import torch"],
+        tmp_path_factory.getbasetemp(),
+        real=True,
+        PYTHONPATH=ROOT / "tests" / "standin",
+    )
     done = program.finish(timeout_s=600)
     assert done.returncode == 0, done.stderr
 
 
 def once(make):
     """`make`, called once for the same arguments; what failed is not tried again."""
-    made = {}
+    results = {}
+    errors = {}
 
     def get(*arguments):
-        if arguments not in made:
+        if arguments in errors:
+            raise errors[arguments]
+        if arguments not in results:
             try:
-                made[arguments] = make(*arguments), None
+                results[arguments] = make(*arguments)
             except Exception as error:
-                made[arguments] = None, error
-        result, error = made[arguments]
-        if error:
-            raise error
-        return result
+                errors[arguments] = error
+                raise
+        return results[arguments]
 
     return get
 
 
 def of_the_root(request, fixture):
     """The scripts of the root for which this session's tests use the fixture."""
-    users = [x for x in request.session.items if fixture in x.fixturenames]
-    names = {x.callspec.params["name"] for x in users if hasattr(x, "callspec")}
+    names = set()
+    for test in request.session.items:
+        if fixture in test.fixturenames and hasattr(test, "callspec"):
+            names.add(test.callspec.params["name"])
     return sorted(name for name in names if "/" not in name)
 
 
@@ -139,11 +149,16 @@ def runs(tmp_path_factory):
         script = ROOT / name
         if hooks:
             script = launch.plant(name, tmp_path_factory.mktemp("copy"), hooks=hooks)
-        options = ("--batch-size", launch.batch_size(name, 64, nprocs))
-        done = launch.train(script, 5, 2, *options, cwd=folder, nprocs=nprocs)
+        size = launch.batch_size(name, 64, nprocs)
+        done = launch.train(
+            script, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs
+        )
         return folder, done
 
-    return lambda name, nprocs=2, hooks=(): run(name, processes_of(name, nprocs), hooks)
+    def get(name, nprocs=2, hooks=()):
+        return run(name, processes_of(name, nprocs), hooks)
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -162,8 +177,10 @@ def typed(tmp_path_factory, request):
         (words,) = commands(name)
         if "/" in name and not request.config.getoption("--all"):
             return folder, log, Program(words, folder, PYTHONPATH=folder)
-        env = {"PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-        return folder, log, Program(words, folder, real=True, **env)
+        program = Program(
+            words, folder, real=True, PYTHONPATH=OBSERVER, THREADS_LOG=log
+        )
+        return folder, log, program
 
     started = {name: start(name) for name in of_the_root(request, "typed")}
 
@@ -173,8 +190,9 @@ def typed(tmp_path_factory, request):
         done = program.finish()
         assert done.returncode == 0, done.stdout + done.stderr
         # torch.profiler logs there that it starts and stops; such lines may mingle.
-        done = done._replace(stderr=re.sub("(?m)^(USDT:.*)?\n", "", done.stderr))
-        return folder, done, [x.read_text() for x in log.iterdir()]
+        complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
+        threads = [file.read_text() for file in log.iterdir()]
+        return folder, done._replace(stderr=complaints), threads
 
     return run
 
@@ -193,8 +211,8 @@ def killed(tmp_path_factory, request):
         copy = tmp_path_factory.mktemp("copy")
         hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
         script = launch.plant(name, copy, hooks=hooks)
-        size = ("--batch-size", launch.batch_size(name, 64))
-        words = launch.command(script, 5, 2, *size)
+        size = launch.batch_size(name, 64)
+        words = launch.command(script, 5, 2, "--batch-size", size)
         env = {"MARK": f"killed {name}", "IN_STEP_80": "kill"}
         env = launch.environment(script, env)
         return folder, Program(words, folder, real="/" not in name, **env)
@@ -205,7 +223,9 @@ def killed(tmp_path_factory, request):
     def run(name):
         folder, program = started.get(name) or start(name)
         done = program.finish()
-        left = left_over(f"killed {name}") if os.path.isdir("/proc/self") else []
+        left = []
+        if os.path.isdir("/proc/self"):
+            left = left_over(f"killed {name}")
         return folder, done, left
 
     return run
@@ -232,35 +252,22 @@ def probes(tmp_path_factory):
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
         script = launch.plant(name, folder, hooks=[*hooks, "probe"])
-        options = ("--batch-size", launch.batch_size(name, 66, nprocs))
-        done = launch.train(script, 2, 1, *options, cwd=folder, nprocs=nprocs)
-        files = sorted(folder.glob("probe.*.json"))
-        assert len(files) == nprocs
-        facts = [json.loads(file.read_text()) for file in files]
-        return results.losses(done), facts, done
+        size = launch.batch_size(name, 66, nprocs)
+        done = launch.train(
+            script, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs
+        )
+        return results.losses(done), noted(folder, "probe", nprocs), done
 
-    return lambda name, nprocs=2, hooks=(): run(name, processes_of(name, nprocs), hooks)
+    def get(name, nprocs=2, hooks=()):
+        return run(name, processes_of(name, nprocs), hooks)
 
-
-def with_lines_added(text, *names):
-    """(`text` with a line added after each statement of functions, their number)."""
-    found = [x for x in ast.walk(ast.parse(text)) if getattr(x, "name", "") in names]
-    statements = [x for y in found for x in ast.walk(y) if isinstance(x, ast.stmt)]
-    statements = [x for x in statements if x not in found]
-    lines = text.splitlines()
-    # From the last line to the first: those that are still to come keep their numbers.
-    # Of blocks that end together, what goes after the inner one comes first.
-    ends = sorted(statements, key=lambda x: (x.end_lineno, -x.col_offset))
-    for number, end in reversed([*enumerate(ends)]):
-        indent = " " * end.col_offset
-        lines.insert(end.end_lineno, f"{indent}passed.append({number})")
-    return "\n".join(lines) + "\n", len(ends)
+    return get
 
 
 @pytest.fixture(autouse=True)
 def no_program_is_left():
     """A test that fails leaves none of its own behind. Nor a process group."""
-    before = {*Program.running}
+    before = set(Program.running)
     yield
     end_all(but=before)
     assert not torch.distributed.is_initialized(), "forks of later tests would have it"

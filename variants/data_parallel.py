@@ -12,12 +12,14 @@ import utils
 
 
 def describe_split(dp_model, batch_size):
+    """How many samples of a batch each GPU takes, in a line."""
     gpus = len(getattr(dp_model, "device_ids", []))  # a plain model has none
     if gpus < 2:
         return f"DataParallel passes each batch through: it uses {gpus} CUDA GPUs"
-    sizes = [len(x) for x in torch.empty(batch_size).chunk(gpus)]  # as it does itself
-    shares = f"{len(sizes)} of {gpus} CUDA GPUs: {' + '.join(map(str, sizes))} samples"
-    return f"DataParallel splits each batch over {shares}"
+    pieces = torch.empty(batch_size).chunk(gpus)  # as DataParallel cuts it
+    sizes = " + ".join(str(len(piece)) for piece in pieces)
+    used = f"{len(pieces)} of {gpus} CUDA GPUs"
+    return f"DataParallel splits each batch over {used}: {sizes} samples"
 
 
 class Trainer:

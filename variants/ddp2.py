@@ -28,6 +28,11 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 
 class Gather(torch.autograd.Function):
+    """From this rank's tensor, (size, ...), to that of the group, (ranks * size, ...).
+
+    The gradient of a part goes back to the rank that the part comes from.
+    """
+
     @staticmethod
     def forward(ctx, mine, group):
         ctx.group = group
@@ -105,7 +110,8 @@ class Trainer:
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
         output = self.ddp_model(source)
-        output, targets = (Gather.apply(x, self.node) for x in (output, targets))
+        output = Gather.apply(output, self.node)
+        targets = Gather.apply(targets, self.node)
         loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
@@ -162,13 +168,13 @@ def evaluate_retrieval(seen, loss_fn):
 
     A point is found if its own second view is the most similar to its first view.
     """
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, [(x.cpu(), y.cpu()) for x, y in seen])
-    seen = sum(parts, [])
-    output = torch.cat([output for output, _ in seen])
-    targets = torch.cat([targets for _, targets in seen])
-    best = (output[:, 0] @ output[:, 1].T).argmax(1)
-    accuracy = (targets[best] == targets).double().mean()
+    mine = [(output.cpu(), targets.cpu()) for output, targets in seen]
+    batches = sum(utils.gather(mine), [])  # the lists of all ranks, as one
+    output = torch.cat([output for output, _ in batches])
+    targets = torch.cat([targets for _, targets in batches])
+    scores = output[:, 0] @ output[:, 1].T  # of first views and second views
+    found = targets[scores.argmax(1)]
+    accuracy = (found == targets).double().mean()
     return loss_fn(output, targets).item(), accuracy.item()
 
 
@@ -206,7 +212,8 @@ class Encoder(torch.nn.Module):
         self.log_scale = torch.nn.Parameter(torch.tensor(10.0).log())
 
     def forward(self, source):
-        return F.normalize(self.linear(source), dim=-1) * (self.log_scale / 2).exp()
+        directions = F.normalize(self.linear(source), dim=-1)
+        return directions * (self.log_scale / 2).exp()
 
 
 class InfoNCE(torch.nn.Module):
@@ -215,7 +222,8 @@ class InfoNCE(torch.nn.Module):
     def forward(self, output, targets):
         scores = output[:, 0] @ output[:, 1].T  # of first views and second views
         pairs = (targets[:, None] == targets).to(scores.dtype)
-        return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)) / 2
+        losses = F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)
+        return losses / 2
 
 
 def load_train_objs():
@@ -241,8 +249,8 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 
 def count_nodes(world_size, batch_size):
     """(machines, processes on each of them) by torchrun's variables."""
-    names = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    nodes, nprocs = (int(os.environ[name]) for name in names)
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    nprocs = int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes * nprocs != world_size:
         utils.error(
             f"this machine has {nprocs} of {world_size} processes, and there are"

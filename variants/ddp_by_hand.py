@@ -28,50 +28,66 @@ def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
 def broadcast_model(model):
     """Every rank starts with the parameters and the buffers of rank 0."""
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(whole := tensor.contiguous(), src=0)
-        tensor.copy_(whole)
+        contiguous = tensor.contiguous()  # itself, or a copy
+        dist.broadcast(contiguous, src=0)
+        tensor.copy_(contiguous)
 
 
 def pack(parameters):
-    """Gradients, then a 1 for each parameter that this batch has used, else a 0."""
-    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
-    used = [x.new_full((1,), x.grad is not None) for x in parameters]
-    return torch.cat([x.flatten() for x in grads + used])
+    """One message: gradients, then a 1 for each parameter that has one, else a 0.
+
+    The parameters have one dtype, and so has the message, which is one-dimensional.
+    """
+    grads = []
+    used = []
+    for parameter in parameters:
+        is_used = parameter.grad is not None  # by this rank's batch
+        grad = parameter.grad if is_used else torch.zeros_like(parameter)
+        grads.append(grad.flatten())
+        used.append(parameter.new_full((1,), is_used))
+    return torch.cat(grads + used)
 
 
 def unpack(message, parameters):
-    *grads, used = message.split([*map(torch.numel, parameters), len(parameters)])
-    for i, x in enumerate(parameters):
-        if x.grad is not None or used[i] > 0:  # else no rank has used it
-            x.grad = torch.empty_like(x).copy_(grads[i].view_as(x))  # in x's layout
+    """Give the parameters the gradients of a message that `pack` has made."""
+    sizes = [parameter.numel() for parameter in parameters]
+    *grads, used = message.split([*sizes, len(parameters)])
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is not None or used[i] > 0:  # else no rank has used it
+            grad = torch.empty_like(parameter)  # in the same order of memory
+            parameter.grad = grad.copy_(grads[i].view_as(parameter))
 
 
 def average_gradients(parameters):
     """The plainest way: after backward(), one message for each gradient."""
-    for x in parameters:
-        message = pack([x])
+    for parameter in parameters:
+        message = pack([parameter])
         dist.all_reduce(message, dist.ReduceOp.AVG)
-        unpack(message, [x])
+        unpack(message, [parameter])
 
 
 class Buckets:
     """The same in fewer messages, which leave while backward() still runs."""
 
     def __init__(self, parameters, bucket_mb):
-        self.buckets, filling = [], {}  # filling: {dtype: its last bucket}
-        for x in reversed(parameters):  # backward() begins with the last layer
-            bucket = filling.get(x.dtype)
-            if not bucket or sum(y.nbytes for y in bucket) >= bucket_mb * 2**20:
-                bucket = filling[x.dtype] = []
+        self.buckets = []
+        filling = {}  # {dtype: its last bucket}
+        for parameter in reversed(parameters):  # backward() begins with the last layer
+            bucket = filling.get(parameter.dtype, [])
+            size = sum(other.nbytes for other in bucket)
+            if not bucket or size >= bucket_mb * 2**20:
+                bucket = []
+                filling[parameter.dtype] = bucket
                 self.buckets.append(bucket)
-            bucket.append(x)
-            x.register_post_accumulate_grad_hook(self._arrived)
-        self.arrived, self.sent = set(), []
+            bucket.append(parameter)
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self.arrived = set()  # parameters whose gradients are computed
+        self.sent = []  # (bucket, its message, the all-reduce that is under way)
 
-    def _arrived(self, x):
-        if x in self.arrived:
+    def _arrived(self, parameter):
+        if parameter in self.arrived:
             raise RuntimeError("a second backward() in one step")
-        self.arrived.add(x)
+        self.arrived.add(parameter)
         # A bucket waits for those before it, so that all ranks send in one order.
         for bucket in self.buckets[len(self.sent) :]:
             if not self.arrived.issuperset(bucket):
@@ -90,7 +106,8 @@ class Buckets:
         for bucket, message, work in self.sent:
             work.wait()
             unpack(message, bucket)
-        self.arrived, self.sent = set(), []
+        self.arrived = set()
+        self.sent = []
 
 
 class Trainer:
@@ -109,7 +126,8 @@ class Trainer:
         self.device = device
         self.model = model.to(device)
         broadcast_model(self.model)
-        self.trained = [x for x in self.model.parameters() if x.requires_grad]
+        weights = self.model.parameters()
+        self.trained = [weight for weight in weights if weight.requires_grad]
         self.buckets = Buckets(self.trained, bucket_mb) if bucket_mb else None
         self.loss_fn = loss_fn.to(device)  # class weights move, too
         self.optimizer = optimizer
@@ -258,8 +276,11 @@ def main(rank, world_size, port, args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
-    text = "bucket size (default: none, each gradient is sent alone after backward)"
-    parser.add_argument("--bucket-mb", type=utils.positive_int, help=text)
+    parser.add_argument(
+        "--bucket-mb",
+        type=utils.positive_int,
+        help="bucket size (default: none, each gradient is sent alone after backward)",
+    )
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
     store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here to the end

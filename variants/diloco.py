@@ -26,7 +26,8 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 
 def flat(params):
-    return torch.cat([x.detach().flatten() for x in params])
+    """All numbers of the parameters, in one dimension."""
+    return torch.cat([param.detach().flatten() for param in params])
 
 
 class OuterOptimizer:
@@ -36,10 +37,12 @@ class OuterOptimizer:
     """
 
     def __init__(self, model, lr, momentum):
-        self.lr, self.beta = lr, momentum
-        for x in (*model.parameters(), *model.buffers()):
-            dist.broadcast(whole := x.detach().contiguous(), src=0)  # as DDP does
-            x.detach().copy_(whole)
+        self.lr = lr
+        self.beta = momentum
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()  # itself, or a copy
+            dist.broadcast(contiguous, src=0)  # as DDP does
+            tensor.detach().copy_(contiguous)
         self.params = list(model.parameters())  # also those unfrozen later
         self.start = flat(self.params)
         self.momentum = torch.zeros_like(self.start)
@@ -48,11 +51,13 @@ class OuterOptimizer:
     def step(self):
         moved = self.start - flat(self.params)
         dist.all_reduce(moved, dist.ReduceOp.AVG)
-        self.momentum.mul_(self.beta).add_(moved)
+        self.momentum *= self.beta
+        self.momentum += moved
         self.start -= self.lr * (moved + self.beta * self.momentum)  # Nesterov's
-        parts = self.start.split([x.numel() for x in self.params])
-        for i, x in enumerate(self.params):
-            x.copy_(parts[i].view_as(x))
+        sizes = [param.numel() for param in self.params]
+        parts = self.start.split(sizes)
+        for i, param in enumerate(self.params):
+            param.copy_(parts[i].view_as(param))
 
     def load(self, momentum):
         """Go on from the weights that the model has now."""
@@ -63,10 +68,12 @@ class OuterOptimizer:
 def average_state(optimizer, device):
     """All ranks go on with one state, as one snapshot lets them do."""
     for state in optimizer.state.values():
-        for x in state.values():
-            if isinstance(x, torch.Tensor) and x.device == device:  # Adam's step is not
-                dist.all_reduce(whole := x.contiguous(), dist.ReduceOp.AVG)
-                x.copy_(whole)
+        for value in state.values():
+            # On a GPU, Adam counts its steps on the CPU: all ranks count alike.
+            if isinstance(value, torch.Tensor) and value.device == device:
+                contiguous = value.contiguous()  # itself, or a copy
+                dist.all_reduce(contiguous, dist.ReduceOp.AVG)
+                value.copy_(contiguous)
 
 
 class Trainer:
@@ -138,8 +145,9 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
-        if any(x.grad is None for x in self.model.parameters() if x.requires_grad):
-            raise RuntimeError("a parameter has no gradient: do all ranks use it?")
+        for param in self.model.parameters():
+            if param.requires_grad and param.grad is None:
+                raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 
@@ -255,11 +263,23 @@ def main(args):
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    steps = "that a rank makes by itself before all average (default: 1)"
-    parser.add_argument("--local-steps", type=utils.positive_int, default=1, help=steps)
-    share = "of the mean movement that all ranks make (default: 1)"
-    parser.add_argument("--outer-lr", type=fraction, default=1.0, help=share)
-    share = "of the movements before that is added (default: 0)"
-    parser.add_argument("--outer-momentum", type=fraction, default=0.0, help=share)
+    parser.add_argument(
+        "--local-steps",
+        type=utils.positive_int,
+        default=1,
+        help="that a rank makes by itself before all average (default: 1)",
+    )
+    parser.add_argument(
+        "--outer-lr",
+        type=fraction,
+        default=1.0,
+        help="of the mean movement that all ranks make (default: 1)",
+    )
+    parser.add_argument(
+        "--outer-momentum",
+        type=fraction,
+        default=0.0,
+        help="of the movements before that is added (default: 0)",
+    )
     args = parser.parse_args()
     main(args)

@@ -87,7 +87,8 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        batch_loss, size = 0, math.ceil(len(source) / self.accumulate)
+        batch_loss = 0
+        size = math.ceil(len(source) / self.accumulate)
         for start in range(0, len(source), size):
             micro = slice(start, start + size)
             share = len(source[micro]) / len(source)  # the last may be shorter
@@ -194,8 +195,12 @@ def main(rank, world_size, port, args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
-    pieces = "micro-batches that a process cuts its batch into (default: 1)"
-    parser.add_argument("--accumulate", type=utils.positive_int, default=1, help=pieces)
+    parser.add_argument(
+        "--accumulate",
+        type=utils.positive_int,
+        default=1,
+        help="micro-batches that a process cuts its batch into (default: 1)",
+    )
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
     store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here to the end

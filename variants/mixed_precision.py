@@ -44,12 +44,14 @@ def has_bfloat16(device):
 
 
 def describe_precision(trainer):
-    dtypes = " and ".join(sorted({str(x.dtype) for x in trainer.model.parameters()}))
+    dtypes = {str(weight.dtype) for weight in trainer.model.parameters()}
+    kept = " and ".join(sorted(dtypes))
     scale = trainer.scaler.get_scale()
-    return f"autocast to {trainer.dtype}, weights in {dtypes}, loss scale {scale:g}"
+    return f"autocast to {trainer.dtype}, weights in {kept}, loss scale {scale:g}"
 
 
 def positive_float(text):
+    """`text` as a number above 0, else the error that argparse makes a line of."""
     if not float(text) > 0:
         raise ValueError
     return float(text)
@@ -74,8 +76,10 @@ class Trainer:
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn.to(device)  # class weights move, too
         self.optimizer = optimizer
-        self.dtype, self.clip = choose_dtype(precision, device), clip
-        self.scaler = torch.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.dtype = choose_dtype(precision, device)
+        self.clip = clip
+        scaling = self.dtype == torch.float16  # bfloat16 has the range of float32
+        self.scaler = torch.GradScaler(device.type, enabled=scaling)
         self.train_data = train_data
         self.eval_data = eval_data
         self.save_every = save_every
@@ -129,7 +133,8 @@ class Trainer:
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.skipped += self.scaler.is_enabled() and ~norm.isfinite()  # no .item()
+        if self.scaler.is_enabled():
+            self.skipped += ~norm.isfinite()  # on the device, without .item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()

@@ -178,20 +178,40 @@ def parse_args(parser):
     add("--gpus", "--nprocs", "-g", type=utils.positive_int, help="processes on each")
     addr = "name or address of machine 0 (default: %(default)s)"
     add("--master-addr", "--master_addr", default="localhost", help=addr)
-    port = "where machine 0 waits (default: %(default)s)"
-    names = "--master-port", "--master_port"
-    add(*names, type=utils.positive_int, default=29500, help=port)
+    add(
+        "--master-port",
+        "--master_port",
+        type=utils.positive_int,
+        default=29500,
+        help="where machine 0 waits (default: %(default)s)",
+    )
     wait = "seconds to wait for the other machines (default: %(default)s)"
     add("--wait", type=utils.positive_int, default=300, help=wait)
     early = argparse.ArgumentParser(add_help=False)
     early.add_argument("--epochs", nargs="?")
     found, words = early.parse_known_args()
-    args = parser.parse_args([found.epochs, "1", *words] if found.epochs else words)
-    if args.nodes == 1:  # nobody else has to know the port: 0 is any free one
-        args.nr, args.master_addr, args.master_port = args.nr or 0, "localhost", 0
+    if found.epochs:
+        words = [found.epochs, "1", *words]
+    args = parser.parse_args(words)
+    if args.nodes == 1:
+        args.nr = args.nr or 0
+        args.master_addr = "localhost"
+        args.master_port = 0  # any free one: nobody else has to know it
     if args.nr not in range(args.nodes):
         utils.error(f"--nodes {args.nodes}: --nr is 0 on the first machine, and so on")
     return args
+
+
+def shared_settings(args):
+    """{name: value} of what must be the same on all machines."""
+    settings = dict(vars(args))
+    for name in OF_ONE_MACHINE:
+        del settings[name]
+    settings["device"] = utils.device_type(args.device, distributed=True)
+    for name, path in (("script", sys.argv[0]), ("utils.py", utils.__file__)):
+        with open(path, "rb") as file:
+            settings[f"the checksum of {name}"] = zlib.crc32(file.read())
+    return settings
 
 
 def meet(args):
@@ -199,11 +219,13 @@ def meet(args):
 
     The machine that finds a fault writes it into the store. All end with that line.
     """
-    place = host, port = args.master_addr, args.master_port
+    place = (args.master_addr, args.master_port)
+    address = f"{args.master_addr}:{args.master_port}"
     machines = [f"machine {number}" for number in range(args.nodes)]
-    me, deadline = machines[args.nr], time.time() + args.wait
+    me = machines[args.nr]
+    deadline = time.time() + args.wait
     if args.nodes > 1:
-        print(f"{me} waits for {args.nodes} machines at {host}:{port}", flush=True)
+        print(f"{me} waits for {args.nodes} machines at {address}", flush=True)
     while True:  # a TCPStore that fails prints pages of C++: try the address first
         try:
             if args.nr == 0:
@@ -213,25 +235,25 @@ def meet(args):
             break
         except OSError as reason:
             if args.nr == 0 or time.time() > deadline:
-                utils.error(f"{host}:{port} should be machine 0's address: {reason}")
+                utils.error(f"{address} should be machine 0's address: {reason}")
             time.sleep(0.2)
-    store = dist.TCPStore(host, port, is_master=args.nr == 0)
-    settings = {x: y for x, y in vars(args).items() if x not in OF_ONE_MACHINE}
-    settings["device"] = utils.device_type(args.device, distributed=True)
-    for name, path in (("script", sys.argv[0]), ("utils.py", utils.__file__)):
-        with open(path, "rb") as file:
-            settings[f"the checksum of {name}"] = zlib.crc32(file.read())
+    store = dist.TCPStore(*place, is_master=args.nr == 0)
+    settings = shared_settings(args)
     if args.nr == 0:
         store.set("settings", json.dumps(settings))
     fault = None
     for name, value in json.loads(store.get("settings")).items():
-        if value != settings.get(name):
-            fault = f"{name} is {value} on machine 0 and {settings.get(name)} on {me}"
+        mine = settings.get(name)
+        if value != mine:
+            fault = f"{name} is {value} on machine 0 and {mine} on {me}"
     if not fault and store.add(me, 1) > 1:
         fault = f"two machines have --nr {args.nr}: each needs a number of its own"
-    while missing := [x for x in machines if not store.check([x])]:
+    while True:
+        missing = [machine for machine in machines if not store.check([machine])]
+        if not missing:
+            break
         if time.time() > deadline:
-            fault = f"after {args.wait} s, not at {host}:{port}: {', '.join(missing)}"
+            fault = f"after {args.wait} s, not at {address}: {', '.join(missing)}"
         if fault:
             store.set("fault", fault)
         if store.check(["fault"]):
@@ -239,7 +261,7 @@ def meet(args):
             break
         time.sleep(0.2)
     if fault:
-        time.sleep(2 * (args.nr == 0))  # the others read it before its store ends
+        time.sleep(2 if args.nr == 0 else 0)  # the others read it before its store ends
         utils.error(fault)
     return store
 

@@ -27,10 +27,13 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 
 class ResumableSampler(torch.utils.data.DistributedSampler):
+    """An epoch begins after the first `start` samples of this rank."""
+
     start = 0  # how many of this rank's samples are trained already
 
     def __iter__(self):
-        return iter(list(super().__iter__())[self.start :])
+        samples = list(super().__iter__())
+        return iter(samples[self.start :])
 
     def __len__(self):
         return super().__len__() - self.start
@@ -153,8 +156,9 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-        done = snapshot or {"EPOCHS_RUN": -1}
-        done = done["EPOCHS_RUN"], done.get("SAMPLES_RUN", 0)  # other scripts save none
+        done = (-1, 0)  # (epochs, samples of the one under way)
+        if snapshot:  # other scripts save no SAMPLES_RUN
+            done = snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)
         dist.all_gather_object(epochs, done)
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 import utils
 
 PARTS = "data", "forward", "backward", "exposed communication", "optimizer", "rest"
-WAIT, WARM_UP, ACTIVE = 5, 2, 5  # steps: without the profiler, not counted, measured
+WAIT = 5  # steps without the profiler
+WARM_UP = 2  # steps with it, which are not counted
+ACTIVE = 5  # steps that are measured
 
 
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
@@ -41,21 +43,26 @@ class CpuEvent:
 
 
 def exposed_ms(events, on_cpu):
-    """How long messages are under way while nothing computes, as the profiler saw."""
+    """Milliseconds in which messages are under way while nothing computes.
+
+    events: what the profiler saw, with its times in microseconds.
+    """
     if on_cpu:  # DDP waits in backward(), once autograd has computed the gradients
-        messages = [x for x in events if x.name == "backward"]
-        work = [x for x in events if "evaluate_function" in x.name]
+        messages = [event for event in events if event.name == "backward"]
+        work = [event for event in events if "evaluate_function" in event.name]
     else:  # kernels: the GPU's messages are some as well
-        kernels = [x for x in events if x.device_type.name != "CPU"]
-        kernels = [x for x in kernels if not x.is_user_annotation]
-        messages = [x for x in kernels if "nccl" in x.name]
-        work = [x for x in kernels if "nccl" not in x.name]
-    last = max(x.time_range.end for x in events)
+        on_gpu = [event for event in events if event.device_type.name != "CPU"]
+        kernels = [event for event in on_gpu if not event.is_user_annotation]
+        messages = [kernel for kernel in kernels if "nccl" in kernel.name]
+        work = [kernel for kernel in kernels if "nccl" not in kernel.name]
+    last = max(event.time_range.end for event in events)
     exposed = torch.zeros(int(last))  # in each microsecond
-    for x in messages:
-        exposed[int(x.time_range.start) : int(x.time_range.end)] = True
-    for x in work:
-        exposed[int(x.time_range.start) : int(x.time_range.end)] = False
+    for event in messages:
+        span = event.time_range
+        exposed[int(span.start) : int(span.end)] = True
+    for event in work:
+        span = event.time_range
+        exposed[int(span.start) : int(span.end)] = False
     return exposed.sum().item() / 1e3
 
 
@@ -63,8 +70,10 @@ class StepProfile:
     """Measures ACTIVE steps: what each rank spends the time of a step on."""
 
     def __init__(self, model, device, path):
-        self.model, self.device, self.path = model, device, path
-        self.marks = []
+        self.model = model
+        self.device = device
+        self.path = path
+        self.marks = []  # (part, the moment at which it begins)
         self.summary = f"no profile: it takes {WAIT + WARM_UP + ACTIVE} steps"
         steps = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
         self.profiler = profile(schedule=steps, on_trace_ready=self._report)
@@ -86,26 +95,30 @@ class StepProfile:
         self.mark("data")
 
     def _report(self, profiler):
-        on_cpu, ms = self.device.type == "cpu", dict.fromkeys(PARTS, 0)
+        on_cpu = self.device.type == "cpu"
         if not on_cpu:
             torch.accelerator.synchronize()
+        ms = dict.fromkeys(PARTS, 0)  # of a step
         for (part, begin), (_, end) in itertools.pairwise(self.marks):
             if part in ms:
                 ms[part] += begin.elapsed_time(end) / ACTIVE
         ms["exposed communication"] = exposed_ms(profiler.events(), on_cpu) / ACTIVE
         ms["backward"] -= ms["exposed communication"]
         ms["step"] = sum(ms.values())
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, ms)
-        names = [f"{f'rank {i}':>17}" for i in range(len(ranks))]
-        self.summary = " ".join([f"{'share of a step':21}", *names])
+        ranks = utils.gather(ms)
+        self.summary = "share of a step".ljust(21)
+        for rank in range(len(ranks)):
+            self.summary += f"rank {rank}".rjust(18)
         for part in ms:
-            cells = [f"{x[part]:9.2f} ms {x[part] / x['step']:4.0%}" for x in ranks]
-            self.summary += "\n" + " ".join([f"{part:21}", *cells])
+            self.summary += f"\n{part:21}"
+            for its_ms in ranks:
+                share = its_ms[part] / its_ms["step"]
+                self.summary += f" {its_ms[part]:9.2f} ms {share:4.0%}"
         if self.path:  # for Perfetto
             profiler.export_chrome_trace(f"{self.path}.{dist.get_rank()}.json")
         if self.path and dist.get_rank() == 0:  # for cluster/predict.py
-            size = sum(x.numel() for x in self.model.parameters() if x.requires_grad)
+            weights = self.model.parameters()
+            size = sum(weight.numel() for weight in weights if weight.requires_grad)
             with open(f"{self.path}.json", "w") as file:
                 json.dump({"ms": ranks, "parameters": size}, file)
 
@@ -279,8 +292,11 @@ def main(rank, world_size, port, args):
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
     parser.add_argument("--nprocs", type=utils.positive_int, help="processes to start")
-    where = "also write files that begin with this, rank 0's trace to TRACE.0.json"
-    parser.add_argument("--trace", type=utils.writable_path, help=where)
+    parser.add_argument(
+        "--trace",
+        type=utils.writable_path,
+        help="also write files that begin with this, rank 0's trace to TRACE.0.json",
+    )
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
     store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here to the end

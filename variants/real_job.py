@@ -27,16 +27,19 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 def schedule(optimizer, steps_per_epoch, epochs_run, total_epochs):
     """The learning rate changes in each step: it rises, then it follows a cosine."""
-    steps_run, total_steps = (x * steps_per_epoch for x in (epochs_run, total_epochs))
+    steps_run = epochs_run * steps_per_epoch
+    total_steps = total_epochs * steps_per_epoch
 
     def factor(step):
         warm_up = min(1, 10 * (step + 1) / total_steps)  # for a tenth of the steps
-        return warm_up * (1 + math.cos(math.pi * step / total_steps)) / 2
+        cosine = math.cos(math.pi * step / total_steps)
+        return warm_up * (1 + cosine) / 2
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, steps_run - 1)
 
 
 def write_log(path, rows):
+    """Write a row for each epoch to a file that spreadsheets can read."""
     if dist.get_rank() == 0:  # one rank writes
         with open(path, "w") as file:
             print("epoch,learning rate,train loss,held-out loss,accuracy", file=file)
@@ -126,7 +129,8 @@ class Trainer:
             contiguous = buffer.contiguous()  # broadcast() needs that
             dist.broadcast(contiguous, src=0)
             buffer.copy_(contiguous)
-        loss_sum, correct = torch.zeros(2, device=self.device)
+        loss_sum = torch.zeros((), device=self.device)
+        correct = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -135,7 +139,8 @@ class Trainer:
             correct += (output.argmax(1) == targets).sum()
         dist.all_reduce(loss_sum)  # adds up, in place
         dist.all_reduce(correct)
-        return [x.item() / len(self.eval_data.dataset) for x in (loss_sum, correct)]
+        samples = len(self.eval_data.dataset)
+        return loss_sum.item() / samples, correct.item() / samples
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
@@ -178,10 +183,11 @@ def load_digits():
     """
     generator = torch.Generator().manual_seed(0)
     try:
-        from sklearn import datasets
+        from sklearn import datasets  # here, because you may not have it
 
-        source, targets = map(torch.tensor, datasets.load_digits(return_X_y=True))
-        source = source.float() / 16
+        images, digits = datasets.load_digits(return_X_y=True)
+        source = torch.tensor(images).float() / 16
+        targets = torch.tensor(digits)
     except ImportError:
         targets = torch.randint(10, (1797,), generator=generator)
         source = torch.rand(10, 64, generator=generator)[targets]
@@ -195,14 +201,16 @@ class NoisyDataset(torch.utils.data.Dataset):
     """`data` with new noise on the source each time, from torch's global generator."""
 
     def __init__(self, data, deviation):
-        self.data, self.deviation = data, deviation
+        self.data = data
+        self.deviation = deviation
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, index):
         source, target = self.data[index]
-        return source + self.deviation * torch.randn(source.shape), target
+        noise = self.deviation * torch.randn(source.shape)
+        return source + noise, target
 
 
 class SeededDataset(torch.utils.data.Dataset):
@@ -228,21 +236,28 @@ class SeededDataset(torch.utils.data.Dataset):
 
 def end_with_rank(worker):
     """PyTorch ends a worker whose parent dies, but here the fork server is that."""
+    # Imported here, so that you can copy this function into any script as it stands.
     import os
     import threading
 
     rank = torch.multiprocessing.parent_process()
-    threading.Thread(target=lambda: (rank.join(), os._exit(1)), daemon=True).start()
+
+    def wait():
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def load_train_objs():
     """Your data, model, loss (a mean over the batch) and optimizer go here."""
     torch.manual_seed(0)
     train_set, eval_set = load_digits()
-    model, loss_fn = torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss()
+    model = torch.nn.Linear(64, 10)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
     # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_fn = torch.nn.CrossEntropyLoss()
     return SeededDataset(train_set), eval_set, model, loss_fn, optimizer
 
 

@@ -34,47 +34,73 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 def blocks_of(module, in_list=False):
     """The modules in the outermost lists. FSDP gathers one as its forward begins."""
-    if in_list and type(module).forward is not torch.nn.Module.forward:
+    has_forward = type(module).forward is not torch.nn.Module.forward
+    if in_list and has_forward:
         return [module]
-    in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-    return [block for x in module.children() for block in blocks_of(x, in_list)]
+    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    blocks = []
+    for child in module.children():
+        blocks += blocks_of(child, is_list)
+    return blocks
 
 
 def shard(model, mesh, *optimizers, **options):
-    """Leave this rank a part of each parameter, and of its state in the optimizers."""
-    parts = {}
-    for block in [*dict.fromkeys(blocks_of(model)), model]:  # the model takes the rest
-        new = {k: x for k, x in block.named_parameters() if not isinstance(x, DTensor)}
-        dtypes = {x.dtype for x in new.values() if x.requires_grad}
-        odd = [k for k, x in new.items() if x in parts or 0 in (x.ndim, x.numel())]
-        if len(dtypes) > 1 or odd:
-            utils.error(f"FSDP2 refuses {odd or dtypes}: scalar, empty, shared, mixed")
-        for tensor in [*new.values(), *block.buffers()]:
+    """Leave this rank a part of each parameter, and of its state in the optimizers.
+
+    mesh: of the ranks that share the model. options: those of `fully_shard`.
+    """
+    parts = {}  # {parameter: this rank's part of it}
+    blocks = dict.fromkeys(blocks_of(model))  # each one once
+    for block in [*blocks, model]:  # the model takes the rest
+        whole = {}  # what no block before has taken
+        for name, parameter in block.named_parameters():
+            if not isinstance(parameter, DTensor):
+                whole[name] = parameter
+        check_parameters(whole, parts)
+        for tensor in [*whole.values(), *block.buffers()]:
             tensor.data = tensor.data.to(mesh.device_type).contiguous()
             dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
         fully_shard(block, mesh=mesh, **options)  # each is gathered on its own
-        for name, x in new.items():
-            parts[x] = block.get_parameter(name)
-            x.data = torch.empty(0)  # or the device would hold the whole model
+        for name, parameter in whole.items():
+            parts[parameter] = block.get_parameter(name)
+            parameter.data = torch.empty(0)  # or the device would hold the whole model
     for optimizer in optimizers:
-        for x, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
-            for name, value in state.items():
-                if getattr(value, "shape", None) == parts[x].shape:
-                    state[name] = distribute_tensor(value, mesh, parts[x].placements)
-        state = optimizer.state_dict()  # by number, so that it fits the new ones
-        for group in optimizer.param_groups:  # or it would train the old parameters
-            group["params"][:] = [parts[x] for x in group["params"]]
-        optimizer.load_state_dict(state)
+        replace_parameters(optimizer, parts, mesh)
+
+
+def check_parameters(whole, parts):
+    """End with one line if FSDP2 refuses a block's {name: parameter}."""
+    dtypes = {tensor.dtype for tensor in whole.values() if tensor.requires_grad}
+    odd = []
+    for name, parameter in whole.items():
+        if parameter in parts or parameter.ndim == 0 or parameter.numel() == 0:
+            odd.append(name)
+    if len(dtypes) > 1 or odd:
+        utils.error(f"FSDP2 refuses {odd or dtypes}: scalar, empty, shared, mixed")
+
+
+def replace_parameters(optimizer, parts, mesh):
+    """The optimizer goes on with `parts`: {parameter: this rank's part of it}."""
+    for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
+        part = parts[parameter]
+        for name, value in state.items():
+            if getattr(value, "shape", None) == part.shape:
+                state[name] = distribute_tensor(value, mesh, part.placements)
+    state = optimizer.state_dict()  # by number, so that it fits the new ones
+    for group in optimizer.param_groups:  # or it would train the old parameters
+        group["params"][:] = [parts[parameter] for parameter in group["params"]]
+    optimizer.load_state_dict(state)
 
 
 def gather(value):
     """`value` with the sharded tensors in it whole, on rank 0."""
     if isinstance(value, dict):
-        return {name: gather(x) for name, x in value.items()}
+        return {name: gather(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(gather, value))
     if isinstance(value, DTensor):
-        return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
+        whole = value.full_tensor()  # all ranks take part
+        return whole.to("cpu" if dist.get_rank() == 0 else "meta")
     return value
 
 
@@ -96,18 +122,23 @@ def load_parts(model, optimizer, folder):
     try:
         dcp.load(parts, checkpoint_id=folder)
     except (Exception, dcp.CheckpointException) as reason:  # which is no Exception
-        utils.error(f"cannot load {folder}: {str(reason).splitlines()[-1]}")
-    states = {"model_state_dict": parts["MODEL_STATE"]}
-    states["optim_state_dict"] = parts["OPTIMIZER_STATE"]
-    set_state_dict(model, optimizer, **states)
+        last_line = str(reason).splitlines()[-1]
+        utils.error(f"cannot load {folder}: {last_line}")
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=parts["MODEL_STATE"],
+        optim_state_dict=parts["OPTIMIZER_STATE"],
+    )
 
 
 def shapes_of(model, optimizer):
     """What utils.check_snapshot compares, without the weights."""
-    states = model.state_dict(), optimizer.state_dict()
-    shapes = {k: torch.empty(s, device="meta") for k, s in utils.shapes(states[0])}
-    groups = {"param_groups": states[1]["param_groups"]}
-    return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": groups}
+    shapes = {}
+    for name, shape in utils.shapes(model.state_dict()):
+        shapes[name] = torch.empty(shape, device="meta")
+    groups = optimizer.state_dict()["param_groups"]
+    return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": {"param_groups": groups}}
 
 
 def commit(snapshot, path, written, old_folder, say):
@@ -132,8 +163,9 @@ class Trainer:
         save_every: int,
         snapshot_path: str,
     ):
-        if type(optimizer).__name__ in ("Adafactor", "Muon", "Rprop"):
-            utils.error(f"{type(optimizer).__name__} needs whole parameters")
+        name = type(optimizer).__name__
+        if name in ("Adafactor", "Muon", "Rprop"):
+            utils.error(f"{name} needs whole parameters")
         self.device = device
         self.model = model
         self.loss_fn = loss_fn.to(device)  # class weights move, too
@@ -144,7 +176,8 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
-        self.thread, self.folder = ThreadPoolExecutor(), ""
+        self.thread = ThreadPoolExecutor()
+        self.folder = ""  # the last snapshot's; none yet
         self.saving = self.thread.submit(lambda: None)  # nothing to wait for yet
         self._load_snapshot()
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -191,8 +224,9 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
-        if any(x.grad is None for x in self.model.parameters() if x.requires_grad):
-            raise RuntimeError("a parameter has no gradient: do all ranks use it?")
+        for param in self.model.parameters():
+            if param.requires_grad and param.grad is None:
+                raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 
@@ -212,7 +246,8 @@ class Trainer:
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
         for _ in range(batches.item() - len(self.eval_data)):
-            source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
+            sample = self.eval_data.dataset[0]
+            source, _ = self.eval_data.collate_fn([sample])
             self.model(source.to(self.device))  # all ranks must gather equally often
         dist.all_reduce(loss_sum)  # adds up, in place
         return loss_sum.item() / len(self.eval_data.dataset)
@@ -225,7 +260,8 @@ class Trainer:
         self.saving.result()  # wait for the last one, and raise its error
         mark = [os.urandom(4).hex()]  # two runs must not write into one folder
         dist.broadcast_object_list(mark)
-        folder = f"{os.path.realpath(self.snapshot_path)}.{self.epochs_run}.{mark[0]}"
+        path = os.path.realpath(self.snapshot_path)
+        folder = f"{path}.{self.epochs_run}.{mark[0]}"
         written = save_parts(self.model, self.optimizer, folder, self.cpu_group)
         snapshot = {
             "MODEL_STATE": {},  # so that other scripts refuse this file
@@ -235,8 +271,10 @@ class Trainer:
             "FOLDER": os.path.basename(folder),  # beside this file
         }
         snapshot = gather(snapshot)  # all ranks take part
-        job = snapshot, self.snapshot_path, written, self.folder, self._print
-        self.saving, self.folder = self.thread.submit(commit, *job), folder
+        self.saving = self.thread.submit(
+            commit, snapshot, self.snapshot_path, written, self.folder, self._print
+        )
+        self.folder = folder
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
@@ -308,7 +346,10 @@ def main(args):
     )
     trainer.train(args.total_epochs)
     del trainer  # it holds gloo's threads, which may abort or hang the exit
-    vars(next(model.parameters()).device_mesh).clear()  # it holds the process group
+    # PyTorch's caches keep the mesh, and the mesh keeps the process group. PyTorch has
+    # no call that frees it.
+    mesh = next(model.parameters()).device_mesh
+    vars(mesh).clear()
     del model, optimizer  # or gloo's threads outlive main, and may abort the exit
     gc.collect()
     dist.destroy_process_group()

@@ -28,52 +28,81 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
 
 def begin_as_rank_0(layer, device):
     """Move a layer there. As under DDP, all ranks begin with the weights of rank 0."""
-    for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+    parameters = layer.parameters(recurse=False)
+    for tensor in [*parameters, *layer.buffers(recurse=False)]:
         tensor.data = tensor.data.to(device).contiguous()
         dist.broadcast(tensor.data, src=0)
 
 
 def split_layers(model, optimizer, sampler, device):
-    """Keep this rank's part of PLAN's layers. Returns the group with the same part."""
-    split = dist.get_world_size() // sampler.num_replicas
-    shape, names = (sampler.num_replicas, split), ("replica", "split")
-    grid = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
-    if int(os.environ["LOCAL_WORLD_SIZE"]) % split and dist.get_rank() == 0:
-        print(f"the {split} ranks of a layer are on several machines: it will be slow")
-    layers, parts = dict(model.named_modules()), {x: x for x in model.parameters()}
-    if unknown := [name for name in PLAN if name not in layers]:
+    """Keep this rank's part of PLAN's layers. Returns the group with the same part.
+
+    sampler: its `num_replicas` says how many ranks have each part.
+    """
+    grid = make_grid(sampler.num_replicas, device)
+    layers = dict(model.named_modules())
+    unknown = [name for name in PLAN if name not in layers]
+    if unknown:
         utils.error(f"PLAN names {unknown}, the model has {[*layers]}")
+    parts = {weight: weight for weight in model.parameters()}  # what this rank keeps
     for name, layer in layers.items():
         begin_as_rank_0(layer, device)
         if name in PLAN:
-            old = dict(layer.named_parameters())
-            parallel.parallelize_module(layer, grid["split"], PLAN[name])
-            for key, x in old.items():
-                new = parts[x] = layer.get_parameter(key)
-                # Frees the whole weight. A loss that still uses it will be NaN.
-                x.data = x.new_full((), torch.nan).expand_as(x)
-                (cut,) = new.placements
-                if cut.is_shard() and new.shape[cut.dim] % split:
-                    utils.error(f"--split {split} does not divide {name}.{key}")
-    for x, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
-        new = parts[x]
+            parts |= split_layer(name, layer, grid["split"])
+    replace_parameters(optimizer, parts, grid["split"])
+    return grid.get_group("replica")
+
+
+def make_grid(replicas, device):
+    """The ranks in two dimensions: a row for each replica, a column for each part."""
+    split = dist.get_world_size() // replicas
+    grid = dist.init_device_mesh(
+        device.type, (replicas, split), mesh_dim_names=("replica", "split")
+    )
+    if int(os.environ["LOCAL_WORLD_SIZE"]) % split and dist.get_rank() == 0:
+        print(f"the {split} ranks of a layer are on several machines: it will be slow")
+    return grid
+
+
+def split_layer(name, layer, mesh):
+    """{parameter of the layer: this rank's part of it}, as PLAN says."""
+    whole = dict(layer.named_parameters())
+    parallel.parallelize_module(layer, mesh, PLAN[name])
+    parts = {}
+    for key, parameter in whole.items():
+        part = layer.get_parameter(key)
+        parts[parameter] = part
+        # Frees the whole weight. A loss that still uses it will be NaN.
+        parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
+        (cut,) = part.placements
+        if cut.is_shard() and part.shape[cut.dim] % mesh.size():
+            utils.error(f"--split {mesh.size()} does not divide {name}.{key}")
+    return parts
+
+
+def replace_parameters(optimizer, parts, mesh):
+    """The optimizer goes on with `parts`: {parameter: what this rank keeps of it}."""
+    for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
+        part = parts[parameter]
         for key, value in state.items():
-            if isinstance(new, DTensor) and getattr(value, "shape", None) == new.shape:
-                state[key] = distribute_tensor(value, grid["split"], new.placements)
+            same_shape = getattr(value, "shape", None) == part.shape
+            if isinstance(part, DTensor) and same_shape:
+                state[key] = distribute_tensor(value, mesh, part.placements)
     state = optimizer.state_dict()  # by number, so that it fits the new ones
     for group in optimizer.param_groups:  # or it would train the old parameters
-        group["params"][:] = [parts[x] for x in group["params"]]
+        group["params"][:] = [parts[parameter] for parameter in group["params"]]
     optimizer.load_state_dict(state)
-    return grid.get_group("replica")
 
 
 def average_gradients(model, group):
     """Over the replicas, as DDP does. Each rank has its part of the gradients."""
-    for name, x in model.named_parameters():
-        if x.requires_grad:
-            if x.grad is None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = parameter.grad
+            if grad is None:
                 raise RuntimeError(f"{name} has no gradient: do all ranks use it?")
-            grad = x.grad.to_local() if isinstance(x, DTensor) else x.grad
+            if isinstance(parameter, DTensor):
+                grad = grad.to_local()
             dist.all_reduce(grad, dist.ReduceOp.AVG, group)
     for buffer in model.buffers():  # as DDP does, for those that training reads
         dist.broadcast(buffer, src=0)
@@ -82,19 +111,23 @@ def average_gradients(model, group):
 def gather(value):
     """`value` with the tensors in it that are split whole again, on rank 0."""
     if isinstance(value, dict):
-        return {name: gather(x) for name, x in value.items()}
+        return {name: gather(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(gather, value))
     if isinstance(value, DTensor):
-        return value.full_tensor().to("cpu" if dist.get_rank() == 0 else "meta")
+        whole = value.full_tensor()  # all ranks take part
+        return whole.to("cpu" if dist.get_rank() == 0 else "meta")
     return value
 
 
 def forget_meshes(model):
-    """They hold the process group, and PyTorch keeps them in its caches."""
-    for x in model.parameters():
-        if isinstance(x, DTensor):
-            vars(x.device_mesh).clear()
+    """Empty the meshes of the model's parts, for which PyTorch has no call.
+
+    They hold the process group, and PyTorch keeps them in its caches.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            vars(parameter.device_mesh).clear()
 
 
 class Trainer:
@@ -244,7 +277,8 @@ def main(args):
     rank, local_rank, world_size = utils.torchrun_env()
     if world_size % args.split:
         utils.error(f"--split {args.split} does not divide {world_size} ranks")
-    replica, replicas = rank // args.split, world_size // args.split
+    replica = rank // args.split
+    replicas = world_size // args.split
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
     ddp_setup(device)
@@ -276,7 +310,11 @@ def main(args):
 
 if __name__ == "__main__":
     parser = utils.make_parser(__doc__)
-    ranks = "ranks that share a layer"
-    parser.add_argument("--split", type=utils.positive_int, default=1, help=ranks)
+    parser.add_argument(
+        "--split",
+        type=utils.positive_int,
+        default=1,
+        help="ranks that share a layer",
+    )
     args = parser.parse_args()
     main(args)

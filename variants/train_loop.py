@@ -58,7 +58,9 @@ class TrainLoop:
     scheduler_per_step: bool = False  # or once per epoch
     metrics: dict = field(default_factory=dict)  # {name: f(predictions, targets)}
     history: list = field(default_factory=list, init=False)  # a dict for each epoch
-    epochs_run, stop, test_results = 0, False, None
+    epochs_run = 0
+    stop = False  # a callback may set it
+    test_results = None
     autocast = contextlib.nullcontext()
 
     def get_predictions(self, batch):
@@ -68,7 +70,8 @@ class TrainLoop:
 
     def get_loss(self, batch):
         """The mean loss of a batch, in training and evaluation. Override it."""
-        return self.criterion(*self.gather(self.get_predictions(batch)))
+        found = self.gather(self.get_predictions(batch))
+        return self.criterion(*found)
 
     def gather(self, values):
         """What all processes of the machine have, in the training of "ddp2"."""
@@ -79,31 +82,33 @@ class TrainLoop:
     @torch.no_grad()
     def predict(self, loader):
         """(outputs, targets) of all samples. In `fit`, all ranks must call it."""
-        shared, training = dist.is_initialized(), self.model.training
-        data = self._share_out(loader) if shared else loader
+        training = self.model.training
+        data = self._share_out(loader) if dist.is_initialized() else loader
         self.model.eval()
         with self.autocast:
             mine = [self.get_predictions(batch) for batch in self._batches(data)]
         self.model.train(training)
         mine = nested(torch.Tensor.cpu, mine)
-        parts = [mine] * (self.world_size if shared else 1)
-        if shared:
-            dist.all_gather_object(parts, mine)
-        rows = itertools.zip_longest(*parts)  # one batch of each rank, as shared out
-        batches = [batch for row in rows for batch in row if batch is not None]
-        return nested(lambda *x: torch.cat(x), *batches)
+        parts = utils.gather(mine)
+        batches = []
+        for row in itertools.zip_longest(*parts):  # a batch of each rank, as shared out
+            batches += [batch for batch in row if batch is not None]
+        return nested(lambda *tensors: torch.cat(tensors), *batches)
 
     def init_ddp_connection(self, proc_rank, world_size):
         """Make the process group of "ddp" and "ddp2". Override it to do it your way."""
-        backend = dist.get_default_backend_for_device(self.device)
+        device = self.device
         if self.store_at:  # `fit` has made one
             store = dist.TCPStore(*self.store_at)
         else:  # a `fit` must not find the addresses that the one before has left
             store = dist.PrefixStore(f"fit {next(NUMBERS)}", launcher_store())
-        timeout = timedelta(minutes=5)
-        place = {} if self.device.type == "cpu" else {"device_id": self.device}
         dist.init_process_group(
-            backend, None, timeout, world_size, proc_rank, store, **place
+            dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
+            store=store,
+            rank=proc_rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=5),
+            device_id=None if device.type == "cpu" else device,  # or NCCL guesses
         )
 
     def configure_ddp(self, model, device_ids):
@@ -120,9 +125,14 @@ class TrainLoop:
         self.callbacks = callbacks or self.callbacks or ()
         self.total_epochs = whole("num_epochs", num_epochs)
         if num_gpus == 0 and self.device_name == "auto":
-            self.device_name, num_gpus = "cpu", None
-        num_gpus = None if num_gpus in (None, -1) else whole("num_gpus", num_gpus)
-        self.nprocs, self.store_at = 1, None
+            self.device_name = "cpu"
+            num_gpus = None
+        elif num_gpus == -1:  # all
+            num_gpus = None
+        if num_gpus is not None:
+            num_gpus = whole("num_gpus", num_gpus)
+        self.nprocs = 1
+        self.store_at = None
         if self.gpu_mode in ("single", "dp"):
             check(self, 1)
             self._run(0, None, 1)
@@ -141,7 +151,8 @@ class TrainLoop:
         """Train in new processes. Their memory is not shared: files go and come."""
         process = torch.multiprocessing.current_process()
         if getattr(process, "_inheriting", False):  # it imports your script
-            time.sleep(5 * (not process.name.endswith("-1")))  # one line is enough
+            if not process.name.endswith("-1"):
+                time.sleep(5)  # the first one's line is enough, and ends the others
             utils.error('call `fit` below `if __name__ == "__main__":`')
         address, port = find_master() if num_nodes > 1 else ("localhost", 0)
         store = dist.TCPStore(address, port, is_master=node_rank == 0)
@@ -152,10 +163,11 @@ class TrainLoop:
                 torch.save(self, f"{folder}/loop.pt")
             except (AttributeError, pickle.PicklingError, TypeError) as reason:
                 utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason}")
-            ranks = folder, num_nodes * self.nprocs, node_rank * self.nprocs
+            world_size = num_nodes * self.nprocs
+            first_rank = node_rank * self.nprocs
             interrupt = signal.getsignal(signal.SIGINT)
             try:
-                utils.spawn(run_process, ranks, self.nprocs)
+                utils.spawn(run_process, (folder, world_size, first_rank), self.nprocs)
             finally:  # Ctrl-C does again what it did before
                 signal.signal(signal.SIGINT, interrupt or signal.SIG_DFL)
             trained = torch.load(f"{folder}/trained.pt", "cpu", weights_only=False)
@@ -164,15 +176,20 @@ class TrainLoop:
 
     def _run(self, rank, local_rank, world_size):
         """What each process does, from its first line to its last."""
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         nprocs = self.nprocs if self.store_at else 1
         self.device = utils.set_device(self.device_name, local_rank, nprocs)
-        nested(lambda x: x.to(self.device), [self.model, self.criterion])
+        # A criterion that is a function has nothing to move.
+        nested(lambda module: module.to(self.device), [self.model, self.criterion])
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves momentum
         self.parallel_loss = self._wrap()
-        train, val = self.train_loader, self.val_loader or DataLoader([])
-        sets = train.dataset, val.dataset or train.dataset
-        utils.check_objects(*sets, self.model, self.optimizer, train.batch_size)
+        train = self.train_loader
+        val = self.val_loader or DataLoader([])
+        held_out = val.dataset or train.dataset  # the check wants one
+        utils.check_objects(
+            train.dataset, held_out, self.model, self.optimizer, train.batch_size
+        )
         self.train_data = self._share_out(train, train=True)
         self.eval_data = self._share_out(val)
         dtype = PRECISIONS[self.precision]
@@ -183,7 +200,8 @@ class TrainLoop:
             self._load_snapshot()
         own = {self.model, self.optimizer, self.scheduler}
         for callback in self.callbacks:  # such as a scheduler that would begin anew
-            states = {x for x in vars(callback).values() if hasattr(x, "state_dict")}
+            parts = vars(callback).values()
+            states = {part for part in parts if hasattr(part, "state_dict")}
             if states - own and type(callback).state_dict is Callback.state_dict:
                 self._print(f"{callback.state_key}: no snapshot has all of its state")
         self._train()
@@ -198,7 +216,6 @@ class TrainLoop:
 
     def _wrap(self):
         """`get_loss` as a training step calls it. `self.model` stays as it is."""
-        on_cpu = self.device.type == "cpu"
         if self.gpu_mode == "dp" and self.device.type == "cuda":  # it knows no other
             loop = copy.copy(self)
             loop.model = torch.nn.DataParallel(self.model)
@@ -209,23 +226,35 @@ class TrainLoop:
         if self.gpu_mode == "ddp2":
             self.node, _ = dist.new_subgroups(self.nprocs, timeout=timedelta(minutes=5))
         step = torch.nn.Module()  # DDP acts before and after all of `get_loss`
-        step.model, step.forward = self.model, self.get_loss
-        return self.configure_ddp(step, None if on_cpu else [self.device.index])
+        step.model = self.model
+        step.forward = self.get_loss
+        device_ids = None if self.device.type == "cpu" else [self.device.index]
+        return self.configure_ddp(step, device_ids)
 
     def _share_out(self, loader, train=False):
         """The same loader, but this rank gets only its share of the samples."""
         if train:
-            ranks, shuffle = self.world_size, isinstance(loader.sampler, RandomSampler)
-            options = {"shuffle": shuffle, "drop_last": loader.drop_last}
-            sampler = DistributedSampler(loader.dataset, ranks, self.rank, **options)
+            sampler = DistributedSampler(
+                loader.dataset,
+                num_replicas=self.world_size,
+                rank=self.rank,
+                shuffle=isinstance(loader.sampler, RandomSampler),
+                drop_last=loader.drop_last,
+            )
             if self.gpu_mode == "ddp2":  # a machine takes what one process of it would
-                nprocs, nodes = self.nprocs, self.world_size // self.nprocs
-                sampler.rank = self.rank % nprocs * nodes + self.rank // nprocs
+                nodes = self.world_size // self.nprocs
+                node_rank, local_rank = divmod(self.rank, self.nprocs)
+                sampler.rank = local_rank * nodes + node_rank
         else:  # whole batches, for a loss that compares samples; and none is repeated
-            n, size = len(loader.dataset), loader.batch_size
-            if loader.drop_last and n % size:
-                self._print(f"drop_last=True: {n % size} of {n} samples do not count")
-            sampler = [i for i in range(n) if i // size % self.world_size == self.rank]
+            samples = len(loader.dataset)
+            left = samples % loader.batch_size
+            if loader.drop_last and left:
+                self._print(f"drop_last=True: {left} of {samples} samples do not count")
+            sampler = []
+            for sample in range(samples):
+                batch = sample // loader.batch_size
+                if batch % self.world_size == self.rank:
+                    sampler.append(sample)
         # A loader keeps each of its arguments as an attribute of the same name.
         names = set(inspect.signature(DataLoader).parameters)
         names -= {"sampler", "shuffle", "batch_sampler"}
@@ -249,18 +278,24 @@ class TrainLoop:
             if self.val_loader:
                 results |= self._evaluate(self.eval_data, "held-out loss")
             self.history.append(results)
-            done = self.epochs_run = epoch + 1
+            done = epoch + 1
+            self.epochs_run = done
             line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
-            # A NaN of either loss must not replace the last good snapshot.
-            loss = self.loss + (0 if self.scaler.is_enabled() else train_loss)
-            utils.check_weights(loss, self.model, done, path or "no snapshot")
+            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            both = self.loss + train_loss
+            if self.scaler.is_enabled():  # a skipped step may have had an infinite loss
+                both = self.loss
+            utils.check_weights(both, self.model, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
-                plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
-                self.scheduler.step(*[self.loss] * plateau)
+                if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+                    self.scheduler.step(self.loss)
+                else:
+                    self.scheduler.step()
             self._call("on_epoch_end")
-            self.stop = any(self._sum(float(self.stop)))  # one rank: all ranks
+            [stops] = self._sum(float(self.stop))  # how many ranks want to stop
+            self.stop = stops > 0
             due = done % self.save_every == 0 or done == self.total_epochs or self.stop
             if due and self.snapshot_path:
                 self._save_snapshot()
@@ -277,29 +312,38 @@ class TrainLoop:
 
     def _mean_loss(self, data, run_batch):
         """The mean over the samples of all ranks, and how many they are."""
-        loss_sum, samples = torch.zeros((), device=self.device), 0
-        batches = self._batches(data)
-        for self.step, batch in enumerate(batches, start=1):
+        loss_sum = torch.zeros((), device=self.device)
+        samples = 0
+        for step, batch in enumerate(self._batches(data), start=1):
+            self.step = step  # for callbacks
             size = min(data.batch_size, len(data.sampler) - samples)
-            loss_sum.add_(run_batch(batch, size), alpha=size)
+            loss = run_batch(batch, size)
+            loss_sum.add_(loss, alpha=size)
             samples += size
         loss_sum, samples = self._sum(loss_sum, samples)
         return loss_sum / samples, samples
 
     def _batches(self, data):
         device = next(self.model.parameters()).device
-        for batch in data:
-            yield nested(lambda x: x.to(device, non_blocking=x.is_pinned()), batch)
 
-    def _run_batch(self, batch, n):
+        def move(tensor):
+            return tensor.to(device, non_blocking=tensor.is_pinned())
+
+        for batch in data:
+            yield nested(move, batch)
+
+    def _run_batch(self, batch, samples):
         self.optimizer.zero_grad()
-        batch_loss, size = 0, math.ceil(n / self.accumulate)
+        batch_loss = 0
+        size = math.ceil(samples / self.accumulate)
         no_sync = getattr(self.parallel_loss, "no_sync", contextlib.nullcontext)
-        for start in range(0, n, size):
+        for start in range(0, samples, size):
             micro = slice(start, start + size)
-            share = len(range(n)[micro]) / n  # the last may be shorter
-            last = start + size >= n
-            part = nested(lambda x, at=micro: x[at], batch) if size < n else batch
+            share = len(range(samples)[micro]) / samples  # the last may be shorter
+            last = start + size >= samples
+            part = batch
+            if size < samples:
+                part = nested(lambda tensor, rows=micro: tensor[rows], batch)
             # DDP decides in the forward pass whether backward sends the gradients.
             with contextlib.nullcontext() if last else no_sync():
                 loss = self._loss(part) * share
@@ -316,19 +360,25 @@ class TrainLoop:
         return batch_loss
 
     def _loss(self, batch, _=None):
+        get_loss = self.parallel_loss if self.model.training else self.get_loss
         with self.autocast:
-            return (self.parallel_loss if self.model.training else self.get_loss)(batch)
+            return get_loss(batch)
 
     @torch.no_grad()
     def _evaluate(self, data, name):
         self.model.eval()
         if dist.is_initialized():
             for buffer in self.model.buffers():  # ranks' differ; rank 0's are saved
-                dist.broadcast(whole := buffer.contiguous(), src=0)
-                buffer.copy_(whole)  # contiguous() may have copied it
-        results = {name: self._mean_loss(data, self._loss)[0]}
-        found = self.predict(data) if self.metrics else ()
-        return results | {x: float(f(*found)) for x, f in self.metrics.items()}
+                contiguous = buffer.contiguous()  # itself, or a copy
+                dist.broadcast(contiguous, src=0)
+                buffer.copy_(contiguous)
+        mean_loss, _ = self._mean_loss(data, self._loss)
+        results = {name: mean_loss}
+        if self.metrics:
+            found = self.predict(data)
+            for metric, function in self.metrics.items():
+                results[metric] = float(function(*found))
+        return results
 
     def _sum(self, *values):
         total = torch.tensor(values, device=self.device)
@@ -346,13 +396,16 @@ class TrainLoop:
                 getattr(callback, hook)(self)
 
     def snapshot(self):
+        states = {}
+        for callback in self.callbacks:
+            states[callback.state_key] = callback.state_dict()
         return {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
             "SCALER_STATE": self.scaler.state_dict(),
             "SCHEDULER_STATE": self.scheduler and self.scheduler.state_dict(),
-            "CALLBACK_STATES": {x.state_key: x.state_dict() for x in self.callbacks},
+            "CALLBACK_STATES": states,
             "HISTORY": self.history,
             "STOPPED": self.stop,
         }
@@ -365,8 +418,8 @@ class TrainLoop:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         if dist.is_initialized():
-            epochs = [None] * dist.get_world_size()  # of each rank's snapshot
-            dist.all_gather_object(epochs, snapshot["EPOCHS_RUN"] if snapshot else -1)
+            # Those of each rank's snapshot
+            epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)
             newest = epochs.index(max(epochs))  # all load this rank's snapshot
             if len(set(epochs)) > 1:
                 self._print(f"epochs saved, by rank: {epochs}. All take {newest}'s")
@@ -398,12 +451,14 @@ def find_launcher():
     # A batch script has SLURM_NTASKS, too. But it is in no step, as srun's tasks are.
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         if "MASTER_ADDR" not in env:
-            hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-            env["MASTER_ADDR"] = subprocess.check_output(hosts, text=True).split()[0]
+            command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+            hosts = subprocess.check_output(command, text=True).split()
+            env["MASTER_ADDR"] = hosts[0]
         # Steps of one job may run at once. They must not meet at one port.
         number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))
         env.setdefault("MASTER_PORT", str(20000 + number % 10000))
-        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["RANK"] = env["SLURM_PROCID"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
         env["LOCAL_WORLD_SIZE"] = env["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0]
     return "RANK" in env
@@ -411,7 +466,9 @@ def find_launcher():
 
 @functools.cache  # the same store always
 def launcher_store():
-    return next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+    meetings = dist.rendezvous("env://", timeout=timedelta(minutes=5))
+    store, _, _ = next(meetings)
+    return store
 
 
 def find_master():
@@ -430,29 +487,45 @@ def whole(name, value):
 def check(loop, world_size):
     """End with one line and exit status 2 if `loop` cannot train in this way."""
     for name, known in ("gpu_mode", MODES), ("precision", PRECISIONS):
-        if getattr(loop, name) not in known:
-            utils.error(f"{name} {getattr(loop, name)!r}: choose {', '.join(known)}")
+        value = getattr(loop, name)
+        if value not in known:
+            utils.error(f"{name} {value!r}: choose {', '.join(known)}")
     if loop.gpu_mode in ("single", "dp") and find_launcher():
         utils.error(f"{loop.gpu_mode} is one process: start one, or choose ddp")
     if loop.gpu_mode == "ddp2" and (loop.accumulate > 1 or world_size % loop.nprocs):
         utils.error("gpu_mode ddp2: accumulate is 1, and machines have equal num_gpus")
-    samplers = RandomSampler, torch.utils.data.SequentialSampler
-    for name in ("train_loader", "val_loader", "test_loader"):
-        x = getattr(loop, name)
-        absent = x is None and name != "train_loader"
-        if not (absent or type(getattr(x, "sampler", 0)) in samplers and x.batch_size):
-            utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
-    own = TrainLoop.get_loss, TrainLoop.get_predictions
-    if (type(loop).get_loss, type(loop).get_predictions) == own:
-        batch = loop.train_loader.collate_fn([loop.train_loader.dataset[0]])
+    check_loader("train_loader", loop.train_loader)
+    for name in ("val_loader", "test_loader"):
+        loader = getattr(loop, name)
+        if loader is not None:
+            check_loader(name, loader)
+    kind = type(loop)
+    if (
+        kind.get_loss is TrainLoop.get_loss
+        and kind.get_predictions is TrainLoop.get_predictions
+    ):
+        sample = loop.train_loader.dataset[0]
+        batch = loop.train_loader.collate_fn([sample])
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             utils.error(f"get_loss(self, batch) is yours to write for {type(batch)}")
-    hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
     for callback in loop.callbacks:
-        for hook in [x for x in dir(callback) if x.startswith("on_")]:
-            takes = inspect.signature(getattr(callback, hook)).parameters
-            if hook not in hooks or len(takes) != 1:
-                hook = f"{callback.state_key}.{hook}"
+        check_hooks(callback)
+
+
+def check_loader(name, loader):
+    samplers = (RandomSampler, torch.utils.data.SequentialSampler)
+    known = type(getattr(loader, "sampler", None)) in samplers
+    if not known or not loader.batch_size:
+        utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
+
+
+def check_hooks(callback):
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_"):
+            takes = inspect.signature(getattr(callback, name)).parameters
+            if name not in hooks or len(takes) != 1:
+                hook = f"{callback.state_key}.{name}"
                 utils.error(f"{hook} is never called. Hooks: {hooks}, of (self, loop)")
 
 
@@ -474,16 +547,26 @@ def nested(change, *trees):
     if hasattr(first, "to"):
         return change(*trees)
     if isinstance(first, Mapping):
-        return type(first)({k: nested(change, *[x[k] for x in trees]) for k in first})
+        changed = {}
+        for key in first:
+            changed[key] = nested(change, *[tree[key] for tree in trees])
+        return type(first)(changed)
     if isinstance(first, (list, tuple)):
-        parts = [nested(change, *parts) for parts in zip(*trees, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        changed = [nested(change, *parts) for parts in zip(*trees, strict=True)]
+        if hasattr(first, "_fields"):  # a named tuple
+            return type(first)(*changed)
+        return type(first)(changed)
     if len(trees) > 1 and first is not None:  # the first batch's, not that of all
         utils.error(f"predict needs tensors of get_predictions, not {type(first)}")
     return first
 
 
 class Gather(torch.autograd.Function):
+    """From this rank's tensor, (size, ...), to that of the group, (ranks * size, ...).
+
+    The gradient of a part goes back to the rank that the part comes from.
+    """
+
     @staticmethod
     def forward(ctx, mine, group):
         ctx.group = group
@@ -522,12 +605,16 @@ class EarlyStopping(Callback):
     """Stop after `patience` epochs in which the held-out loss has not fallen."""
 
     def __init__(self, patience=3):
-        self.patience, self.state = patience, {"best": math.inf, "waited": 0}
+        self.patience = patience
+        self.state = {"best": math.inf, "waited": 0}
 
     def on_epoch_end(self, loop):
-        loss, state = loop.loss, self.state
-        state["waited"] = 0 if loss < state["best"] else state["waited"] + 1
-        state["best"] = min(state["best"], loss)
+        state = self.state
+        if loop.loss < state["best"]:
+            state["best"] = loop.loss
+            state["waited"] = 0
+        else:
+            state["waited"] += 1
         loop.stop |= state["waited"] >= self.patience
 
 
@@ -535,18 +622,24 @@ class BestCheckpoints(Callback):
     """Keep the snapshots of the `k` epochs with the lowest held-out loss."""
 
     def __init__(self, k=1, path="best.{}.pt"):
-        self.k, self.path, self.state = k, path, {"best": []}
+        self.k = k
+        self.path = path
+        self.state = {"best": []}  # lists of a loss and a path
 
     def on_epoch_end(self, loop):
         best = self.state["best"]
-        best[:] = [x for x in best if os.path.exists(x[1])]  # a kill may lose some
-        best.append([loop.loss, self.path.format(loop.epochs_run)])
-        if os.path.exists(best[-1][1]):  # of a run that was killed after this epoch
-            os.remove(best[-1][1])
-        utils.save_atomically(loop.snapshot(), best[-1][1])
+        best[:] = [
+            pair for pair in best if os.path.exists(pair[1])
+        ]  # a kill loses some
+        path = self.path.format(loop.epochs_run)
+        best.append([loop.loss, path])
+        if os.path.exists(path):  # of a run that was killed after this epoch
+            os.remove(path)
+        utils.save_atomically(loop.snapshot(), path)
         best.sort()
         while len(best) > self.k:
-            os.remove(best.pop()[1])
+            _, worst = best.pop()
+            os.remove(worst)
 
 
 def main(args):
@@ -554,18 +647,20 @@ def main(args):
     train_set = utils.MyTrainDataset(2048)
     model = torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    TrainLoop(
-        model,
-        DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True),
-        DataLoader(utils.MyTrainDataset(512, seed=1), args.batch_size),
-        DataLoader(utils.MyTrainDataset(512, seed=2), args.batch_size),
-        optimizer,
-        torch.nn.functional.mse_loss,
-        args.gpu_mode,
+    size = args.batch_size
+    loop = TrainLoop(
+        model=model,
+        train_loader=DataLoader(train_set, size, shuffle=True, drop_last=True),
+        val_loader=DataLoader(utils.MyTrainDataset(512, seed=1), size),
+        test_loader=DataLoader(utils.MyTrainDataset(512, seed=2), size),
+        optimizer=optimizer,
+        criterion=torch.nn.functional.mse_loss,
+        gpu_mode=args.gpu_mode,
         device_name=args.device,
         snapshot_path=args.snapshot_path,
         save_every=args.save_every,
-    ).fit(args.total_epochs, num_gpus=args.nprocs)
+    )
+    loop.fit(args.total_epochs, num_gpus=args.nprocs)
 
 
 if __name__ == "__main__":

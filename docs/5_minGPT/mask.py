@@ -12,7 +12,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-V, T, WIDTH = 16, 12, 32  # different tokens, tokens in a sequence, size of a vector
+V = 16  # different tokens
+T = 12  # tokens in a sequence
+WIDTH = 32  # size of a vector
 
 MASKS = {
     # Meant as 1: may look, 0: may not. But a mask of floats is ADDED to the scores.
@@ -36,8 +38,8 @@ class TinyGPT(nn.Module):
 
     def forward(self, tokens):
         x = self.norm(self.token(tokens) + self.position.weight)
-        y, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=False)
-        return self.head(x + y)
+        attended, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=False)
+        return self.head(x + attended)
 
 
 def train(mask, steps=400):
@@ -66,8 +68,8 @@ def past_moves(model):
     tokens = torch.randint(V, (64, T))
     changed = tokens.clone()
     changed[:, T // 2 :] = torch.randint(V, (64, T - T // 2))
-    moved = model(tokens) - model(changed)
-    return moved[:, : T // 2].abs().max().item()
+    moved = (model(tokens) - model(changed)).abs()
+    return moved[:, : T // 2].max().item()
 
 
 if __name__ == "__main__":

@@ -23,60 +23,73 @@ BATCH = (16, CONFIG.block_size, CONFIG.n_embd)
 
 def held(way):
     """Bytes of this rank's weights, gradients and optimizer state, by parameter."""
-    model, make = torch.nn.Sequential(*GPT(CONFIG).transformer.h), torch.optim.AdamW
-    size = sum(x.numel() for x in model.parameters())
+    model = torch.nn.Sequential(*GPT(CONFIG).transformer.h)
+    size = sum(weight.numel() for weight in model.parameters())
     if way in ("FSDP", "HSDP"):
         shape = (2, W // 2) if way == "HSDP" else (1, W)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         for part in [*model, model]:
             fully_shard(part, mesh=mesh)
-        optimizer = make(model.parameters())
     else:
         model = DistributedDataParallel(model)
-        optimizer = make(model.parameters())
-        if way == "ZeRO-1":
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), make)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if way == "ZeRO-1":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.ones(BATCH)).mean().backward()
     optimizer.step()
-    weights = list(model.parameters())
-    states = getattr(optimizer, "optim", optimizer).state.values()  # ZeRO-1 has .optim
-    tensors = weights + [x.grad for x in weights]
-    tensors += [x for state in states for x in state.values()]
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-    return sum(x.nbytes for x in local) / size
+    tensors = []
+    for weight in model.parameters():
+        tensors += [weight, weight.grad]
+    own = getattr(optimizer, "optim", optimizer)  # ZeRO-1 has .optim
+    for state in own.state.values():
+        tensors += state.values()
+    nbytes = 0
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        nbytes += tensor.nbytes
+    return nbytes / size
 
 
 def whole(*names):
     """The share of a GPT that is whole after a forward pass. `names`: sharded alone."""
     model = GPT(CONFIG)
     model.lm_head = torch.nn.Linear(64, 4096, bias=False)  # its own weights
-    size = sum(x.numel() for x in model.parameters())
-    for part in [*model.transformer.h, *map(model.get_submodule, names), model]:
+    size = sum(weight.numel() for weight in model.parameters())
+    alone = map(model.get_submodule, names)
+    for part in [*model.transformer.h, *alone, model]:
         fully_shard(part, mesh=init_device_mesh("cpu", (W,)))
     model(torch.zeros(BATCH[:2], dtype=torch.long))
-    return sum(x.numel() for x in model.parameters() if type(x) is not DTensor) / size
+    weights = [weight for weight in model.parameters() if type(weight) is not DTensor]
+    return sum(weight.numel() for weight in weights) / size
 
 
 def kept(model):
     """Bytes that a forward pass keeps for each number that a block puts out."""
-    x = torch.ones(BATCH)
+    source = torch.ones(BATCH)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        _ = model(x)
+        _ = model(source)
     events = trace.profiler.kineto_results.events()
-    allocated = sum(x.nbytes() for x in events if x.name() == "[memory]")
-    return allocated / (len(model) * x.numel())
+    allocations = [event for event in events if event.name() == "[memory]"]
+    allocated = sum(event.nbytes() for event in allocations)
+    return allocated / (len(model) * source.numel())
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     W = dist.get_world_size()
     formulas = {"DDP": 16, "ZeRO-1": 8 + 8 / W, "HSDP": 32 / W, "FSDP": 16 / W}
-    lines = [f"{x:7}| formula {y:4.1f} | {held(x):4.1f}" for x, y in formulas.items()]
-    root, ends = whole(), whole("transformer.wte", "lm_head")
+    lines = []
+    for way, formula in formulas.items():
+        lines.append(f"{way:7}| formula {formula:4.1f} | {held(way):4.1f}")
+    root = whole()
+    ends = whole("transformer.wte", "lm_head")
     lines.append(f"whole after forward       | {root:.0%}; both ends alone, {ends:.0%}")
     model = torch.nn.Sequential(*GPT(CONFIG).transformer.h)
     lines.append(f"activations, all kept     | {kept(model):.1f}")
-    wrap.apply_activation_checkpointing(model, check_fn=lambda x: isinstance(x, Block))
+    wrap.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, Block)
+    )
     lines.append(f"activations, checkpointed | {kept(model):.1f}")
     if dist.get_rank() == 0:
         print("\n".join(lines))

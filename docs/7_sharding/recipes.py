@@ -48,24 +48,28 @@ def shard(model, *parts, **how):
 def clip():
     model = shard(torch.nn.Linear(4, 4))
     model(tokens.float()[None]).sum().backward()
-    gradients = [x.grad for x in model.parameters()]
+    gradients = [weight.grad for weight in model.parameters()]
+    parts = [gradient.to_local() for gradient in gradients]
     norm = torch.nn.utils.get_total_norm(gradients)
-    own = torch.nn.utils.get_total_norm([x.to_local() for x in gradients])
+    own = torch.nn.utils.get_total_norm(parts)
     say("clip", f"norm {norm.full_tensor():.3f}, of rank 0's part {own:.3f}")
 
 
 def accumulate():
-    model, plain = shard(torch.nn.Linear(4, 4)), shard(torch.nn.Linear(4, 4))
+    model = shard(torch.nn.Linear(4, 4))
+    plain = shard(torch.nn.Linear(4, 4))
     plain.load_state_dict(model.state_dict())
     for last in (False, True):  # two micro-batches
         model.set_requires_gradient_sync(last)
         model(tokens.float()[None]).sum().backward()
         plain(tokens.float()[None]).sum().backward()
         if not last:
-            on, off = (x.weight.grad is not None for x in (plain, model))
+            on = plain.weight.grad is not None
+            off = model.weight.grad is not None
             say("accumulate", f"averaged after the first: {on}, sync off: {off}")
-    one, other = (x.weight.grad.full_tensor() for x in (model, plain))
-    say("accumulate", "after both, the same gradient:", one.equal(other))
+    once = model.weight.grad.full_tensor()
+    twice = plain.weight.grad.full_tensor()
+    say("accumulate", "after both, the same gradient:", once.equal(twice))
 
 
 def tie():
@@ -99,7 +103,8 @@ def initialise(seeds):
 
 
 def load():
-    model, weight = shard(torch.nn.Linear(4, 4, bias=False)), torch.ones(4, 4)
+    model = shard(torch.nn.Linear(4, 4, bias=False))
+    weight = torch.ones(4, 4)
     file = {"weight": weight} if dist.get_rank() == 0 else {}
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, file, options=how)
@@ -109,8 +114,8 @@ def load():
 def compute_in_bfloat16(reduce_dtype):
     policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     model = shard(torch.nn.Linear(1, 1, bias=False), mp_policy=policy)
-    x = torch.tensor([[1.0 if dist.get_rank() == 0 else 0.001]])
-    model(x).sum().backward()  # the gradients are 1 and 0.001
+    source = 1.0 if dist.get_rank() == 0 else 0.001
+    model(torch.tensor([[source]])).sum().backward()  # the gradients are 1 and 0.001
     mean = model.weight.grad.full_tensor().item()
     say("precision", f"reduced in {reduce_dtype}: {mean:.6f}, in {model.weight.dtype}")
 

@@ -5,18 +5,34 @@ python docs/8_slower/batch_size.py
 
 import torch
 
-SEEDS, SAMPLES, BATCH = 5, 2**15, 8
+SEEDS = 5
+SAMPLES = 2**15
+BATCH = 8
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, momentum=0.9, fused=True)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, fused=True)
+
+
 OPTIMIZERS = {  # and the powers of 2 that are tried as the learning rate for BATCH
-    "SGD": (lambda x: torch.optim.SGD(x, momentum=0.9, fused=True), range(-9, -4)),
-    "AdamW": (lambda x: torch.optim.AdamW(x, fused=True), range(-8, -3)),
+    "SGD": (sgd, range(-9, -4)),
+    "AdamW": (adamw, range(-8, -3)),
 }
 
 
 def draw_models(width, scale, rng):
     """SEEDS models: 10 features, `width` hidden units, 1 output."""
-    shapes = (SEEDS, 10, width), (SEEDS, width, 1)
-    drawn = (torch.randn(x, generator=rng) / x[1] ** 0.5 for x in shapes)
-    return [scale * x for x in drawn] + [torch.zeros(SEEDS, 1, x[2]) for x in shapes]
+    weights = []
+    biases = []
+    for inputs, outputs in ((10, width), (width, 1)):
+        drawn = torch.randn(SEEDS, inputs, outputs, generator=rng)
+        weights.append(scale * (drawn / inputs**0.5))
+        biases.append(torch.zeros(SEEDS, 1, outputs))
+    return weights + biases
 
 
 def output(models, source):
@@ -27,14 +43,19 @@ def output(models, source):
 
 def held_out_loss(make_optimizer, lr, batch, start, train_data, new, truth):
     """The mean of SEEDS models after one epoch; inf if a constant would do better."""
-    models, steps = [x.clone().requires_grad_() for x in start], SAMPLES // batch
+    models = [tensor.clone().requires_grad_() for tensor in start]
     optimizer = make_optimizer(models)
-    batches = zip(*(x.split(batch, 1) for x in train_data), strict=True)
-    for i, (source, targets) in enumerate(batches):
-        warm_up, decay = (i + 1) / (0.1 * steps), (steps - i) / (0.9 * steps)
+    source, targets = train_data
+    steps = SAMPLES // batch
+    for step in range(steps):
+        warm_up = (step + 1) / (0.1 * steps)
+        decay = (steps - step) / (0.9 * steps)
         optimizer.param_groups[0]["lr"] = lr * min(warm_up, decay)
         optimizer.zero_grad()
-        (output(models, source) - targets).square().mean((1, 2)).sum().backward()
+        rows = slice(step * batch, (step + 1) * batch)
+        errors = output(models, source[:, rows]) - targets[:, rows]
+        losses = errors.square().mean((1, 2))  # one for each model
+        losses.sum().backward()
         optimizer.step()
     loss = (output(models, new) - truth).square().mean().item()
     return loss if loss < truth.var() else float("inf")
@@ -43,18 +64,27 @@ def held_out_loss(make_optimizer, lr, batch, start, train_data, new, truth):
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     rng = torch.Generator().manual_seed(0)
-    teachers, start = draw_models(8, 2, rng), draw_models(32, 1, rng)
-    source, new = (torch.randn(SEEDS, x, 10, generator=rng) for x in (SAMPLES, 4096))
-    noisy = output(teachers, source) + torch.randn(SEEDS, SAMPLES, 1, generator=rng)
+    teachers = draw_models(8, 2, rng)
+    start = draw_models(32, 1, rng)
+    source = torch.randn(SEEDS, SAMPLES, 10, generator=rng)
+    new = torch.randn(SEEDS, 4096, 10, generator=rng)
+    noise = torch.randn(SEEDS, SAMPLES, 1, generator=rng)
+    noisy = output(teachers, source) + noise
     setup = start, (source, noisy), new, output(teachers, new)
     print("optimizer   N  steps    kept  x sqrt(N)     x N   best of x1 to x64")
     for name, (make, powers) in OPTIMIZERS.items():
-        tuned = {2.0**x: held_out_loss(make, 2.0**x, BATCH, *setup) for x in powers}
+        tuned = {}
+        for power in powers:
+            lr = 2.0**power
+            tuned[lr] = held_out_loss(make, lr, BATCH, *setup)
         lr = min(tuned, key=tuned.get)
         print(f"{name:9}   1 {SAMPLES // BATCH:6} {tuned[lr]:#7.2g}  (lr {lr:g})")
         for n in (4, 16, 64):
-            batch, factors = n * BATCH, [2**x for x in range(7)]
-            row = {x: held_out_loss(make, lr * x, batch, *setup) for x in factors}
+            batch = n * BATCH
+            row = {}  # {factor: the loss with lr times this factor}
+            for power in range(7):
+                factor = 2**power
+                row[factor] = held_out_loss(make, lr * factor, batch, *setup)
             line = f"{SAMPLES // batch:6} {row[1]:#7.2g} {row[n**0.5]:#10.2g}"
             best = min(row, key=row.get)
             print(f"{name:9} {n:3} {line} {row[n]:#7.2g} {row[best]:#7.2g} (x{best})")

@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-RANKS, WORKERS, SAMPLES = 2, 2, 12
-FILES, BYTES = 2000, 3072  # a small picture each
+RANKS = 2
+WORKERS = 2
+SAMPLES = 12
+FILES = 2000
+BYTES = 3072  # of each file: a small picture
 
 
 class Stream(IterableDataset):
@@ -29,8 +32,10 @@ class Stream(IterableDataset):
 class Shared(Stream):
     def __iter__(self):
         worker = get_worker_info()  # None if the rank loads by itself
-        workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
-        readers, mine = RANKS * workers, self.rank + RANKS * number
+        workers = worker.num_workers if worker else 1
+        number = worker.id if worker else 0
+        readers = RANKS * workers
+        mine = self.rank + RANKS * number
         yield from itertools.islice(super().__iter__(), mine, None, readers)
 
 
@@ -43,9 +48,12 @@ def ms(read, order):
 
 def main():
     for kind in (Stream, Shared):
-        loaders = [DataLoader(kind(x), num_workers=WORKERS) for x in range(RANKS)]
-        seen = collections.Counter(int(x) for loader in loaders for x in loader)
-        times = " or ".join(map(str, sorted(set(seen.values()))))
+        seen = collections.Counter()
+        for rank in range(RANKS):
+            loader = DataLoader(kind(rank), num_workers=WORKERS)
+            seen.update(int(sample) for sample in loader)
+        counts = sorted(set(seen.values()))
+        times = " or ".join(map(str, counts))
         print(f"{kind.__name__}: {len(seen)} samples, each comes {times} times")
     with tempfile.TemporaryDirectory() as folder:
         samples = np.random.default_rng(0).integers(

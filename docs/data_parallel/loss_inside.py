@@ -10,21 +10,24 @@ import torch.nn.functional as F
 
 batch, gpus = map(int, sys.argv[1:])
 torch.manual_seed(0)
-source, targets = torch.randn(batch, 20), torch.randn(batch, 1)
+source = torch.randn(batch, 20)
+targets = torch.randn(batch, 1)
 model = torch.nn.Linear(20, 1)
 # DataParallel cuts a batch by `chunk`, too.
-pieces = list(zip(source.chunk(gpus), targets.chunk(gpus), strict=True))
+sources = source.chunk(gpus)
+outputs = [model(piece) for piece in sources]
 
 # Outside: DataParallel gathers the outputs, and you compute one loss of them.
-outside = F.mse_loss(torch.cat([model(x) for x, _ in pieces]), targets)
-(right,) = torch.autograd.grad(outside, model.weight)
+outside = F.mse_loss(torch.cat(outputs), targets)
+(right,) = torch.autograd.grad(outside, model.weight, retain_graph=True)
 
 # Inside: DataParallel gathers the losses, and you take their mean.
-losses = torch.stack([F.mse_loss(model(x), y) for x, y in pieces])
+pairs = zip(outputs, targets.chunk(gpus), strict=True)
+losses = torch.stack([F.mse_loss(*pair) for pair in pairs])
 (wrong,) = torch.autograd.grad(losses.mean(), model.weight)
 
-print("samples on each GPU:", *(len(x) for x, _ in pieces))
-print("loss on each GPU:   ", *(f"{x:.6f}" for x in losses.tolist()))
+print("samples on each GPU:", *map(len, sources))
+print("loss on each GPU:   ", *(f"{loss:.6f}" for loss in losses.tolist()))
 print(f"loss outside forward: {outside:.6f}")
 print(f"loss inside forward:  {losses.mean():.6f}")
 print(f"the gradients differ by {(wrong - right).norm() / right.norm():.1%}")

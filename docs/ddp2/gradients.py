@@ -49,10 +49,14 @@ def of_all(mine, views, log_scale):
 
 def of_own(mine, views, log_scale, first=None):
     """Each rank computes the loss of its own points, of which `first` is the first."""
-    first = len(mine) * dist.get_rank() if first is None else first
+    if first is None:
+        first = len(mine) * dist.get_rank()
     partners = torch.arange(first, first + len(mine))
-    scores = [mine[:, i] @ views[:, 1 - i].T * log_scale.exp() for i in (0, 1)]
-    return sum(F.cross_entropy(x, partners) for x in scores) / 2
+    loss = 0
+    for view in (0, 1):
+        scores = mine[:, view] @ views[:, 1 - view].T * log_scale.exp()
+        loss += F.cross_entropy(scores, partners)
+    return loss / 2
 
 
 WAYS = {

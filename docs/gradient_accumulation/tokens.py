@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 PAD = -100  # the label of tokens that cross_entropy leaves out
 dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+world_size = dist.get_world_size()
 torch.manual_seed(0)
 layers = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50), torch.nn.Flatten(0, 1)
 model = torch.nn.Sequential(*layers).double()
@@ -24,26 +25,34 @@ tokens, labels = torch.randint(50, (2, 12, 12))
 lengths = torch.tensor([1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12])
 labels[torch.arange(12) >= lengths[:, None]] = PAD
 
-F.cross_entropy(model(tokens), labels.flatten()).backward()
-expected = torch.cat([x.grad.flatten() for x in model.parameters()])
 
-mine = tokens[rank::world_size].split(2), labels[rank::world_size].split(2)
-micro_batches = list(zip(*mine, strict=True))
-counts = [(labels != PAD).sum() for _, labels in micro_batches]
+def gradient():
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+F.cross_entropy(model(tokens), labels.flatten()).backward()
+expected = gradient()
+
+tokens = tokens[rank::world_size].split(2)  # this rank's micro-batches
+labels = [its.flatten() for its in labels[rank::world_size].split(2)]
+counts = [(its != PAD).sum() for its in labels]
 total = sum(counts)
 dist.all_reduce(total)
-for way, divisors in {
-    "the mean of all means": [x * len(counts) for x in counts],
-    "divided by this rank's tokens": [sum(counts)] * len(counts),
-    "divided by all ranks' tokens": [total / world_size] * len(counts),
-}.items():
+pieces = len(counts)
+ways = {  # what the sum over each micro-batch is divided by
+    "the mean of all means": [count * pieces for count in counts],
+    "divided by this rank's tokens": [sum(counts)] * pieces,
+    "divided by all ranks' tokens": [total / world_size] * pieces,
+}
+for way, divisors in ways.items():
     ddp_model.zero_grad()
-    for i, (tokens, labels) in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
+    for i in range(pieces):
+        last = i == pieces - 1
         with contextlib.nullcontext() if last else ddp_model.no_sync():
-            sums = F.cross_entropy(ddp_model(tokens), labels.flatten(), reduction="sum")
-            (sums / divisors[i]).backward()
-    found = torch.cat([x.grad.flatten() for x in model.parameters()])
+            output = ddp_model(tokens[i])
+            loss = F.cross_entropy(output, labels[i], reduction="sum") / divisors[i]
+            loss.backward()
+    found = gradient()
     if rank == 0:
         error = (found - expected).norm() / expected.norm()
         print(f"{way}: gradient error {100 * error:.6f} %")

@@ -30,8 +30,11 @@ class Kept:
 
 
 def attach(trainer):
-    run_batch, evaluate = trainer._run_batch, trainer._evaluate
-    parameters, sent, errors = list(trainer.model.parameters()), [], []
+    run_batch = trainer._run_batch
+    evaluate = trainer._evaluate
+    parameters = list(trainer.model.parameters())
+    sent = []  # bytes of each all-reduce
+    errors = []  # of the gradient of each step
 
     def count(_, bucket):
         sent.append(bucket.buffer().nbytes)
@@ -44,26 +47,28 @@ def attach(trainer):
         expected /= dist.get_world_size()
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
             loss = run_batch(source, targets)
-        error = flat(x.grad for x in parameters) - expected
+        error = flat(parameter.grad for parameter in parameters) - expected
         errors.append(error.norm() / expected.norm())
         return loss
 
     def watched_evaluate():
         ranks = [flat(parameters) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, ranks[0].clone())
-        apart = max((x - ranks[0]).abs().max() for x in ranks)
-        mean = [x / len(errors) for x in (len(sent), sum(sent), 100 * sum(errors))]
+        apart = max((weights - ranks[0]).abs().max() for weights in ranks)
+        steps = len(errors)
         trainer._print(
-            f"per step: all-reduces {mean[0]:g}, bytes {mean[1]:g}"
-            f" | gradient error {mean[2]:.3f} %"
+            f"per step: all-reduces {len(sent) / steps:g}, bytes {sum(sent) / steps:g}"
+            f" | gradient error {100 * sum(errors) / steps:.3f} %"
             f" | ranks apart {apart:.6f} | bytes kept for backward {Kept.most}"
         )
-        sent.clear(), errors.clear()
+        sent.clear()
+        errors.clear()
         return evaluate()
 
     trainer.ddp_model.register_comm_hook(None, count)
-    trainer._run_batch, trainer._evaluate = watched_run_batch, watched_evaluate
+    trainer._run_batch = watched_run_batch
+    trainer._evaluate = watched_evaluate
 
 
 def flat(tensors):
-    return torch.cat([x.detach().flatten() for x in tensors])
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])

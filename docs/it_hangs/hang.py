@@ -66,7 +66,8 @@ def keep_record(rank, world_size):
 
 def main(fault):
     dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     # A thread of its own goes on while the rank waits in a collective.
     threading.Thread(target=keep_record, args=(rank, world_size), daemon=True).start()
     start = time.perf_counter()

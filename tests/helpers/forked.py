@@ -33,10 +33,12 @@ def in_a_fork(function):
 
 def write(file, function, *arguments, **options):
     """In the fork: write down (result, failure) and end."""
+    result = None
+    failure = None
     try:
-        outcome = function(*arguments, **options), None
+        result = function(*arguments, **options)
     except BaseException:
-        outcome = None, traceback.format_exc()
-    torch.save(outcome, file)
+        failure = traceback.format_exc()
+    torch.save((result, failure), file)
     file.flush()
     os._exit(0)

@@ -14,14 +14,15 @@ import pytest
 from tools.run.processes import Program
 from tools.scripts import EDGES, ROOT
 
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDE = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 844}
 BOTH = pytest.mark.parametrize("viewport", [PHONE, WIDE], ids=["phone", "wide"])
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OLD, NEW = EDGES[0]
 
 
 def url_of(old, new):
-    names = [x.removesuffix(".py").replace("/", "-") for x in (old, new)]
+    names = [name.removesuffix(".py").replace("/", "-") for name in (old, new)]
     return f"side_by_side/{'--'.join(names)}.html"
 
 
@@ -44,15 +45,17 @@ def site(tmp_path_factory):
 def pages(site):
     """`pages(address)`: a page as BeautifulSoup."""
     bs4 = pytest.importorskip("bs4")
-    return functools.cache(
-        lambda name: bs4.BeautifulSoup((site / name).read_text(), "html.parser")
-    )
+
+    @functools.cache
+    def parse(name):
+        return bs4.BeautifulSoup((site / name).read_text(), "html.parser")
+
+    return parse
 
 
 @pytest.fixture(scope="session")
 def address(site):
-    handler = http.server.SimpleHTTPRequestHandler
-    handler = functools.partial(handler, directory=site)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -77,7 +80,8 @@ def browser():
 @pytest.fixture
 def visit(browser, address):
     """`visit(url)`: a tab that may print no error and ask for nothing elsewhere."""
-    contexts, wrong = [], []
+    contexts = []
+    wrong = []
 
     def watch(request):
         if not request.url.startswith((address, "data:")):
@@ -88,8 +92,9 @@ def visit(browser, address):
             wrong.append(f"{message.location['url']}: {message.text}")
 
     def open_tab(url, **options):
-        contexts.append(browser.new_context(**{"viewport": WIDE} | options))
-        tab = contexts[-1].new_page()
+        context = browser.new_context(**{"viewport": WIDE} | options)
+        contexts.append(context)
+        tab = context.new_page()
         tab.on("console", note)
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", watch)
@@ -110,14 +115,19 @@ TWO_FRAMES = """() => new Promise((done) =>
 def check_barriers(tab):
     """By axe-core, unfolded."""
     axe = pytest.importorskip("axe_playwright_python.base")
-    tab.evaluate("for (const x of document.querySelectorAll('details')) x.open = true")
+    tab.evaluate(
+        "for (const fold of document.querySelectorAll('details')) fold.open = true"
+    )
     tab.add_script_tag(path=axe.AXE_FILE_PATH)
     for viewport, scheme in ((WIDE, "light"), (PHONE, "dark")):
         tab.set_viewport_size(viewport)
         tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         tab.evaluate(TWO_FRAMES)
-        how = "tags => axe.run({runOnly: tags, resultTypes: ['violations']})"
-        result = tab.evaluate(how, TAGS)
+        run_axe = "tags => axe.run({runOnly: tags, resultTypes: ['violations']})"
+        result = tab.evaluate(run_axe, TAGS)
         assert result["passes"]
-        found = [(x["id"], x["nodes"][0]["target"]) for x in result["violations"]]
+        found = [
+            (violation["id"], violation["nodes"][0]["target"])
+            for violation in result["violations"]
+        ]
         assert not found, f"{viewport['width']} pixels, {scheme}"

@@ -1,6 +1,7 @@
-"""A text to train on, made of a few words: the same with every Python.
+"""A text to train on, made of a few words.
 
-Each word is followed by one of three, by chance.
+Each word is followed by one of three, by chance. Every Python writes the same text,
+because the random numbers are made here.
 """
 
 WORDS = """a batch device epoch gradient held-out loss model of on one optimizer over

@@ -4,9 +4,7 @@ Each case writes what its test in tests/variants/test_train_loop.py looks at int
 folder.
 """
 
-import itertools
 import json
-import operator
 import signal
 import sys
 from pathlib import Path
@@ -23,18 +21,20 @@ from variants import ddp2
 from variants.train_loop import BestCheckpoints, Callback, EarlyStopping, TrainLoop
 
 
-def make_loop(kind=TrainLoop, batch_size=32, criterion=F.mse_loss, **options):
-    """The trunk's task, with a model that also has dropout and buffers if asked."""
+def make_loop(batch_size=32, criterion=F.mse_loss, **options):
+    """The trunk's task, with another `model` and its `schedule` if they are given."""
     torch.manual_seed(0)
     train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)
     model = options.pop("model", None) or torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     if "schedule" in options:
-        options["scheduler"] = options.pop("schedule")(optimizer)
-    return kind(
+        make_scheduler = options.pop("schedule")
+        options["scheduler"] = make_scheduler(optimizer)
+    return TrainLoop(
         model,
         DataLoader(train_set, batch_size, shuffle=True, drop_last=True),
-        DataLoader(utils.MyTrainDataset(512, seed=1), batch_size),
+        DataLoader(eval_set, batch_size),
         None,
         optimizer,
         criterion,
@@ -44,31 +44,34 @@ def make_loop(kind=TrainLoop, batch_size=32, criterion=F.mse_loss, **options):
 
 def note(name, value):
     """Write a value of this rank's into a file of its own."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    Path(f"{name}.{rank}.json").write_text(json.dumps(value))
+    Path(f"{name}.{utils.get_rank()}.json").write_text(json.dumps(value))
 
 
 def comes_back(gpu_mode):
     """Two calls of `fit`, in the second of which the training goes on."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
-    bests = BestCheckpoints()
-    loop = make_loop(gpu_mode=gpu_mode, model=model, callbacks=[bests])
+    checkpoints = BestCheckpoints()
+    loop = make_loop(gpu_mode=gpu_mode, model=model, callbacks=[checkpoints])
     loop.test_loader = DataLoader(utils.MyTrainDataset(100, seed=2), 32)
     loop.fit(2)
-    assert loop.fit(4) is model and not model.training, "ready for use, in every mode"
+    returned = loop.fit(4)
+    assert returned is model
+    assert not model.training, "ready for use, in every mode"
     assert not dist.is_initialized()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (group,) = loop.optimizer.param_groups
-    assert all(map(operator.is_, group["params"], model.parameters()))
-    assert len(loop.optimizer.state) == len(group["params"]) == 4, "momentum"
+    for mine, its in zip(model.parameters(), group["params"], strict=True):
+        assert mine is its
+    assert len(loop.optimizer.state) == 4, "momentum, of each parameter"
     snapshot = load("snapshot.pt")
     assert snapshot["EPOCHS_RUN"] == len(loop.history) == 4
     assert snapshot["HISTORY"] == loop.history
     # The statistics of BatchNorm, too.
     assert same_bits(model.state_dict(), snapshot["MODEL_STATE"])
     assert list(loop.test_results) == ["test loss"]
-    ((loss, path),) = bests.state["best"]
-    assert loss == min(x["held-out loss"] for x in loop.history) and Path(path).exists()
+    ((loss, path),) = checkpoints.state["best"]
+    assert loss == min(epoch["held-out loss"] for epoch in loop.history)
+    assert Path(path).exists()
 
 
 class Rates(Callback):
@@ -77,9 +80,13 @@ class Rates(Callback):
     every_rank = True
 
     def on_train_start(self, loop):
-        self.rates, steps = [], itertools.count(1)
-        hook = loop.optimizer.register_step_post_hook
-        hook(lambda *_: note("hook", next(steps)))
+        self.rates = []
+        self.steps = 0
+        loop.optimizer.register_step_post_hook(self.count_step)
+
+    def count_step(self, *_):
+        self.steps += 1
+        note("hook", self.steps)
 
     def on_epoch_start(self, loop):
         (group,) = loop.optimizer.param_groups
@@ -89,20 +96,26 @@ class Rates(Callback):
 
 def stops_early():
     """The learning rate is 0 from the third epoch on, so that nothing gets better."""
-    options = {"schedule": lambda x: StepLR(x, 2, 0.0), "save_every": 100}
-    make_loop(gpu_mode="ddp", **options).fit(20, callbacks=[EarlyStopping(2), Rates()])
+    loop = make_loop(
+        gpu_mode="ddp",
+        schedule=lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.0),
+        save_every=100,
+    )
+    loop.fit(20, callbacks=[EarlyStopping(2), Rates()])
 
 
 def lost(output, targets):
     """A held-out loss that is no number on rank 1, once the model has learned."""
     loss = F.mse_loss(output, targets)
-    rank = dist.get_rank() if dist.is_initialized() else 1
     held_out = not output.requires_grad
-    return loss * torch.nan if held_out and rank == 1 and loss < 0.5 else loss
+    if held_out and utils.get_rank() == 1 and loss < 0.5:
+        return loss * torch.nan
+    return loss
 
 
 def is_lost():
-    make_loop(gpu_mode="ddp", criterion=lost, callbacks=[BestCheckpoints(2)]).fit(20)
+    loop = make_loop(gpu_mode="ddp", criterion=lost, callbacks=[BestCheckpoints(2)])
+    loop.fit(20)
 
 
 class Nested(torch.nn.Linear):
@@ -132,15 +145,23 @@ class Predicts(Callback):
         note("predicted", output[0].flatten().tolist())
 
 
+def nest(data):
+    """The samples as (dict, tensor)."""
+    samples = []
+    for index, (source, targets) in enumerate(data):
+        inputs = {"x": source, "more": (source, str(index))}
+        samples.append((inputs, targets))
+    return samples
+
+
 def nested(gpu_mode):
-    """The trunk's task in batches of (dict, tensor), and 45 held-out samples."""
-    torch.manual_seed(0)
+    """The trunk's task with nested samples, 45 of them held out."""
+    torch.manual_seed(0)  # the weights that make_loop's own model begins with
     loop = make_loop(criterion=of_first, gpu_mode=gpu_mode, model=Nested(20, 1))
-    loop.metrics, loop.callbacks = {"worst": worst}, [Predicts()]
-    train_set, eval_set = (
-        [({"x": x, "more": (x, str(i))}, y) for i, (x, y) in enumerate(data)]
-        for data in (utils.MyTrainDataset(2048), utils.MyTrainDataset(45, seed=1))
-    )
+    loop.metrics = {"worst": worst}
+    loop.callbacks = [Predicts()]
+    train_set = nest(utils.MyTrainDataset(2048))
+    eval_set = nest(utils.MyTrainDataset(45, seed=1))
     loop.train_loader = DataLoader(train_set, 32, shuffle=True, drop_last=True)
     loop.val_loader = DataLoader(eval_set, 4)
     loop.fit(5)
@@ -151,7 +172,7 @@ def nested(gpu_mode):
 def node(num_nodes, node_rank, num_gpus, batch_size, epochs):
     """Train as variants/ddp2.py does, on one of several machines."""
     train_set, eval_set, model, loss_fn, optimizer = ddp2.load_train_objs()
-    TrainLoop(
+    loop = TrainLoop(
         model,
         DataLoader(train_set, int(batch_size), shuffle=True, drop_last=True),
         DataLoader(eval_set, int(batch_size)),
@@ -160,7 +181,8 @@ def node(num_nodes, node_rank, num_gpus, batch_size, epochs):
         loss_fn,
         "ddp2",
         snapshot_path=f"node{node_rank}.pt",
-    ).fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
+    )
+    loop.fit(int(epochs), int(num_nodes), int(node_rank), int(num_gpus))
     torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
@@ -175,4 +197,5 @@ def as_variant(option, value):
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    _, case, *arguments = sys.argv
+    globals()[case](*arguments)

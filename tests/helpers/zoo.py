@@ -6,11 +6,10 @@ Runs the cases named, or all, and writes outcomes.json; names are joined by comm
 computes in float64, where rounding hides nothing.
 """
 
-import functools
 import sys
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.nn import Buffer, Linear, Sequential, Tanh
@@ -22,7 +21,9 @@ import utils
 from tools.prove import cases
 from tools.scripts import SCRIPTS, ancestry, definition
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 
 
 class Net(nn.Module):
@@ -43,9 +44,9 @@ class Counts(Linear):
 
     count = 0
 
-    def forward(self, x):
+    def forward(self, source):
         self.count += self.training
-        return super().forward(x)
+        return super().forward(source)
 
     def get_extra_state(self):
         return {"count": self.count}
@@ -57,17 +58,22 @@ class Counts(Linear):
 class Both(optim.Optimizer):
     """One parameter is SGD's, the others are Adam's."""
 
-    def __init__(self, params):
+    def __init__(self, parameters):
         self.both = (
-            optim.SGD(params[:1], 0.05, momentum=0.9),
-            optim.Adam(params[1:], 0.01),
+            optim.SGD(parameters[:1], 0.05, momentum=0.9),
+            optim.Adam(parameters[1:], 0.01),
         )
-        super().__init__([x.param_groups[0] for x in self.both], {})
+        groups = [optimizer.param_groups[0] for optimizer in self.both]
+        super().__init__(groups, {})
 
     def step(self, closure=None):
         for optimizer, group in zip(self.both, self.param_groups, strict=True):
-            optimizer.param_groups, optimizer.state = [group], self.state
+            optimizer.param_groups = [group]
+            optimizer.state = self.state
             optimizer.step(closure)
+
+
+# Models
 
 
 def weight(*shape, **kind):
@@ -75,11 +81,12 @@ def weight(*shape, **kind):
 
 
 def cast(dtype):
-    return Net(lambda _, x: x.to(dtype))
+    return Net(lambda net, source: source.to(dtype))
 
 
 def mlp(*more):
-    first, last = Linear(20, 12, bias=False), Linear(12, 1, bias=False)
+    first = Linear(20, 12, bias=False)
+    last = Linear(12, 1, bias=False)
     return Sequential(first, *more, Tanh(), last)
 
 
@@ -88,67 +95,126 @@ def twice(module):
 
 
 def tied():
-    first, second = Linear(20, 20), Linear(20, 20)
+    first = Linear(20, 20)
+    second = Linear(20, 20)
     second.weight = first.weight
     return Sequential(first, Tanh(), second, Linear(20, 1))
 
 
-def averaged():
-    def forward(self, x):
-        if self.training:
-            self.average.update_parameters(self.a)
-        return (self.a if self.training else self.average)(x)
+def tied_in_the_root():
+    def forward(net, source):
+        hidden = torch.tanh(source @ net.first)
+        return hidden @ net.second[:, :1]
 
-    net = mlp()
-    return Net(forward, a=net, average=AveragedModel(net).requires_grad_(False))
+    shared = weight(20, 20)
+    return Net(forward, first=shared, second=shared)
+
+
+def averaged():
+    def forward(net, source):
+        if not net.training:
+            return net.average(source)
+        net.average.update_parameters(net.model)
+        return net.model(source)
+
+    model = mlp()
+    average = AveragedModel(model).requires_grad_(False)
+    return Net(forward, model=model, average=average)
 
 
 def sometimes(used):
-    def forward(self, x):
-        self.batch += self.training
-        return self.a(x) + (self.k.sum() if used(self.batch) else 0)
+    """The bias is used in steps for which `used(number of the step)` is true."""
 
-    return Net(forward, a=Linear(20, 1), k=weight(3), batch=Buffer(torch.tensor(0)))
+    def forward(net, source):
+        net.step += net.training
+        output = net.layer(source)
+        return output + net.bias.sum() if used(net.step) else output
+
+    step = Buffer(torch.tensor(0))
+    return Net(forward, layer=Linear(20, 1), bias=weight(3), step=step)
 
 
 def heads(scale):
     """The second head serves the training loss alone."""
 
-    def forward(self, x):
-        y = self.a(x)
-        return torch.cat([y, scale * self.b(x)], 1) if self.training else y
+    def forward(net, source):
+        output = net.head(source)
+        if not net.training:
+            return output
+        return torch.cat([output, scale * net.second(source)], 1)
 
-    return Net(forward, a=Linear(20, 1), b=Linear(20, 1))
+    return Net(forward, head=Linear(20, 1), second=Linear(20, 1))
+
+
+def lstm():
+    def forward(net, source):
+        output, _ = net.lstm(source.view(-1, 5, 4))
+        return output[:, -1]
+
+    return Net(forward, lstm=nn.LSTM(4, 1, batch_first=True))
 
 
 def encoder():
+    def forward(net, source):
+        return net.layers(source.view(-1, 5, 4))[:, 0, :1]
+
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    layers = nn.TransformerEncoder(layer, 2)
-    return Net(lambda m, x: m.a(x.view(-1, 5, 4))[:, 0, :1], a=layers)
+    return Net(forward, layers=nn.TransformerEncoder(layer, 2))
+
+
+def channels_last():
+    model = Sequential(nn.Unflatten(1, (5, 2, 2)), nn.Conv2d(5, 1, 2), nn.Flatten())
+    return model.to(memory_format=torch.channels_last)
+
+
+def scalar():
+    def forward(net, source):
+        return net.factor * source.sum(1, keepdim=True)
+
+    return Net(forward, factor=weight())
+
+
+def zero_size():
+    def forward(net, source):
+        return net.layer(source) + net.empty.sum()
+
+    return Net(forward, layer=Linear(20, 1), empty=weight(0, 3))
+
+
+def complex_weight():
+    def forward(net, source):
+        return ((source + 0j) @ net.matrix).real
+
+    return Net(forward, matrix=weight(20, 1, dtype=torch.complex128))
+
+
+def mixed_in_the_root():
+    def forward(net, source):
+        return net.last(net.first(source).float()).double()
+
+    return Net(forward, first=Linear(20, 8), last=Linear(8, 1).float())
 
 
 def odd_buffers():
+    def forward(net, source):
+        output = net.layer(source * net.mask * net.column)
+        return output * net.turn.real + net.number
+
     return Net(
-        lambda m, x: m.a(x * m.mask * m.column) * m.turn.real + m.n,
-        a=Linear(20, 1),
+        forward,
+        layer=Linear(20, 1),
         mask=Buffer(torch.rand(20) > 0.3),
         column=Buffer(torch.randn(20, 2)[:, 0]),
         turn=Buffer(torch.randn((), dtype=torch.complex128)),
-        n=Buffer(torch.arange(1)),
+        number=Buffer(torch.arange(1)),
     )
 
 
-def of_classes(**options):
-    loss_fn = nn.CrossEntropyLoss(**options)
-    return Net(lambda m, y, targets: m.a(y, targets[:, 0].long()), a=loss_fn)
+def sparse():
+    def forward(net, source):
+        return net.bag((source > 0).long())
 
-
-def sum_of_losses():
-    def loss(_, y, targets):
-        losses = {i: F.mse_loss(x, targets) for i, x in enumerate(y.split(1, 1))}
-        return sum(losses.values())
-
-    return Net(loss)
+    return Net(forward, bag=nn.EmbeddingBag(2, 1, sparse=True))
 
 
 MODELS = {
@@ -157,91 +223,116 @@ MODELS = {
     "repeated block": lambda: twice(Linear(20, 20)),
     "nested blocks": lambda: Sequential(Sequential(mlp()), Linear(1, 1)),
     "tied across blocks": tied,
-    "tied in the root": lambda: Net(
-        lambda m, x: (x @ m.k).tanh() @ m.l[:, :1], k=(k := weight(20, 20)), l=k
-    ),
+    "tied in the root": tied_in_the_root,
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(12)),
     "dropout": lambda: mlp(nn.Dropout(0.3)),
     "weight_norm": lambda: mlp(weight_norm(Linear(12, 12))),
     "new weight_norm": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
     "spectral_norm": lambda: mlp(parametrizations.spectral_norm(Linear(12, 12))),
-    "LSTM": lambda: Net(
-        lambda m, x: m.a(x.view(-1, 5, 4))[0][:, -1], a=nn.LSTM(4, 1, batch_first=True)
-    ),
+    "LSTM": lstm,
     "TransformerEncoder": encoder,
-    "channels_last": lambda: Sequential(
-        nn.Unflatten(1, (5, 2, 2)), nn.Conv2d(5, 1, 2), nn.Flatten()
-    ).to(memory_format=torch.channels_last),
-    "scalar": lambda: Net(lambda m, x: m.k * x.sum(1, True), k=weight()),
-    "zero-size": lambda: Net(
-        lambda m, x: m.a(x) + m.k.sum(), a=Linear(20, 1), k=weight(0, 3)
-    ),
-    "complex": lambda: Net(
-        lambda m, x: ((x + 0j) @ m.k).real, k=weight(20, 1, dtype=torch.complex128)
-    ),
+    "channels_last": channels_last,
+    "scalar": scalar,
+    "zero-size": zero_size,
+    "complex": complex_weight,
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
     "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
     "mixed dtypes": lambda: Sequential(
         Linear(20, 8), cast(F32), Linear(8, 1).to(F32), cast(F64)
     ),
-    "mixed in the root": lambda: Net(
-        lambda m, x: m.b(m.a(x).float()).double(),
-        a=Linear(20, 8),
-        b=Linear(8, 1).float(),
-    ),
+    "mixed in the root": mixed_in_the_root,
     "odd buffers": odd_buffers,
     "frozen": lambda: Sequential(Linear(20, 8).requires_grad_(False), Linear(8, 1)),
-    "unused on one rank": lambda: sometimes(lambda batch: utils.get_rank() == 0),
-    "unused on all ranks": lambda: sometimes(lambda batch: False),
-    "unused in the last step": lambda: sometimes(lambda batch: batch != 6),
+    "unused on one rank": lambda: sometimes(lambda step: utils.get_rank() == 0),
+    "unused on all ranks": lambda: sometimes(lambda step: False),
+    "unused in the last step": lambda: sometimes(lambda step: step != 6),
     "average of the weights": averaged,
     "extra state": lambda: Counts(20, 1),
 }
+
+
+# Losses, and models for them
+
+
+def sum_of_losses():
+    def forward(_, outputs, targets):
+        losses = {}
+        for number, output in enumerate(outputs.split(1, dim=1)):
+            losses[number] = F.mse_loss(output, targets)
+        return sum(losses.values())
+
+    return Net(forward)
+
+
+def of_classes(**options):
+    def forward(net, output, targets):
+        return net.loss_fn(output, targets[:, 0].long())
+
+    return Net(forward, loss_fn=nn.CrossEntropyLoss(**options))
+
+
+def four_classes():
+    return Linear(20, 4)
+
+
+def with_a_parameter():
+    def forward(net, output, targets):
+        return F.mse_loss(net.factor * output, targets)
+
+    return Net(forward, factor=weight())
+
+
 LOSSES = {
     "dict of losses": (lambda: heads(1), sum_of_losses),
     "one head overflows": (lambda: heads(1e200), sum_of_losses),
     "class weights": (
-        lambda: Linear(20, 4),
+        four_classes,
         lambda: of_classes(weight=torch.tensor([0.1, 1, 2, 0.5])),
     ),
-    "ignore_index": (lambda: Linear(20, 4), lambda: of_classes(ignore_index=3)),
-    "loss with a parameter": (
-        mlp,
-        lambda: Net(lambda m, y, x: F.mse_loss(m.k * y, x), k=weight()),
-    ),
+    "ignore_index": (four_classes, lambda: of_classes(ignore_index=3)),
+    "loss with a parameter": (mlp, with_a_parameter),
 }
-OPTIMIZERS = {
-    "amsgrad": lambda p: optim.Adam(p, 0.01, amsgrad=True),
-    "fused": lambda p: optim.Adam(p, 0.01, fused=True),
-    "fused SGD": lambda p: optim.SGD(p, 0.01, fused=True),
-    "foreach": lambda p: optim.Adam(p, 0.01, foreach=True),
-    "tensor as rate": lambda p: optim.Adam(p, torch.tensor(0.01)),
-    "groups": lambda p: optim.Adam(
-        [{"params": [x], "lr": 1 / len(x)} for x in p[::-1]]
-    ),
-    "some parameters": lambda p: optim.SGD(p[:1], 0.01),
-    "two in one": Both,
-}
-OPTIMIZERS |= {
-    name: lambda p, kind=kind: kind(p, lr=0.01)
-    for name, kind in vars(optim).items()
-    if isinstance(kind, type) and optim.Optimizer in kind.__mro__[1:]
-}
+
+
+# Optimizers
 
 
 def momentum(parameters):
     return optim.SGD(parameters, 0.05, momentum=0.9)
 
 
-def sparse():
-    bag = nn.EmbeddingBag(2, 1, sparse=True)
-    return Net(lambda m, x: m.a((x > 0).long()), a=bag)
+def groups(parameters):
+    """One for each parameter, in the other order, with rates of their own."""
+    settings = []
+    for parameter in reversed(parameters):
+        settings.append({"params": [parameter], "lr": 1 / len(parameter)})
+    return optim.Adam(settings)
 
 
-CASES = {name: (model, momentum, nn.MSELoss) for name, model in MODELS.items()}
-CASES |= {name: (model, momentum, loss) for name, (model, loss) in LOSSES.items()}
+OPTIMIZERS = {
+    "amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True),
+    "fused": partial(optim.Adam, lr=0.01, fused=True),
+    "fused SGD": partial(optim.SGD, lr=0.01, fused=True),
+    "foreach": partial(optim.Adam, lr=0.01, foreach=True),
+    "tensor as rate": lambda parameters: optim.Adam(parameters, torch.tensor(0.01)),
+    "groups": groups,
+    "some parameters": lambda parameters: optim.SGD(parameters[:1], 0.01),
+    "two in one": Both,
+}
+for name, kind in vars(optim).items():
+    if isinstance(kind, type) and optim.Optimizer in kind.__mro__[1:]:
+        OPTIMIZERS[name] = partial(kind, lr=0.01)
+
+
+# {case: what makes its model, its optimizer and its loss}
+CASES = {}
+for name, model in MODELS.items():
+    CASES[name] = model, momentum, nn.MSELoss
+for name, (model, loss) in LOSSES.items():
+    CASES[name] = model, momentum, loss
 NOT_MLP = [name for name in [*CASES, "SparseAdam"] if name != "MLP"]
-CASES |= {name: (mlp, make, nn.MSELoss) for name, make in OPTIMIZERS.items()}
+for name, optimizer in OPTIMIZERS.items():
+    CASES[name] = mlp, optimizer, nn.MSELoss
 CASES["SparseAdam"] = sparse, OPTIMIZERS["SparseAdam"], nn.MSELoss
 
 
@@ -254,15 +345,17 @@ def objects(case):
     """What the `load_train_objs` of a script returns."""
     make_model, make_optimizer, make_loss = CASES[case]
     torch.manual_seed(utils.get_rank())
-    model, loss_fn = make_model(), make_loss()
+    model = make_model()
+    loss_fn = make_loss()
     optimizer = make_optimizer([*model.parameters(), *loss_fn.parameters()])
     torch.manual_seed(0)
-    source, targets = torch.randn(91, 20), (torch.randint(13, (91, 1)) // 4).double()
+    source = torch.randn(91, 20)
+    targets = (torch.randint(13, (91, 1)) // 4).double()
     data = list(zip(source, targets, strict=True))
     return Data(data[:72]), data[72:], model, loss_fn, optimizer
 
 
-NAMES = [x for x in SCRIPTS if definition(x, "Trainer")]
+NAMES = [name for name in SCRIPTS if definition(name, "Trainer")]
 NAMES.sort(key=lambda name: len(ancestry(name)))  # parents first
 # PyTorch keeps one mesh for all runs here, which must not be emptied.
 KEEP_MESH = {"vars": lambda mesh: {}, "forget_meshes": lambda model: None}
@@ -270,11 +363,13 @@ KEEP_MESH = {"vars": lambda mesh: {}, "forget_meshes": lambda model: None}
 
 def evaluate(seen, loss_fn):
     """The mean over the samples of all ranks, as other scripts than ddp2.py have it."""
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, seen)
-    pairs = sum(parts, [])
-    losses = [loss_fn(*pair).item() * len(pair[0]) for pair in pairs]
-    return sum(losses) / sum(len(output) for output, _ in pairs), 0
+    loss_sum = 0
+    samples = 0
+    for batches in utils.gather(seen):
+        for output, targets in batches:
+            loss_sum += loss_fn(output, targets).item() * len(output)
+            samples += len(output)
+    return loss_sum / samples, 0
 
 
 REPLACED = {
@@ -289,9 +384,10 @@ WAIT = "variants/fsdp.py", "variants/sharded_snapshot.py", "variants/preemptible
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
-    named = [x.split(",") for x in sys.argv[1:]]
-    names, of_cases = *named, *[NAMES, CASES][len(named) :]
-    makers = {case: functools.partial(objects, case) for case in of_cases}
+    names = sys.argv[1].split(",") if len(sys.argv) > 1 else NAMES
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else CASES
+    makers = {case: partial(objects, case) for case in chosen}
     left_out = [(name, "unused on one rank") for name in WAIT]
-    left_out += [("variants/tensor_parallel.py", x) for x in NOT_MLP]  # of its PLAN
+    for case in NOT_MLP:  # tensor_parallel.py's PLAN names the layers of an MLP
+        left_out.append(("variants/tensor_parallel.py", case))
     cases.take(makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"])

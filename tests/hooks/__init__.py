@@ -28,17 +28,19 @@ def attach(script, *names):
     """
     while replaced:
         setattr(*replaced.pop())
-    for name in [x for x in sys.modules if x.startswith("hooks.")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.startswith("hooks."):
+            del sys.modules[name]
     for name in names:
-        module, _, function = name.partition(":")
-        hook = importlib.import_module(f"hooks.{module}")
+        file, _, function = name.partition(":")
+        hook = importlib.import_module(f"hooks.{file}")
         if function:
             getattr(hook, function)(script)
             continue
         if hasattr(hook, "Trainer"):
-            bases, named = (hook.Trainer, script["Trainer"]), script["__name__"]
-            script["Trainer"] = type("Trainer", bases, {"__module__": named})
+            bases = hook.Trainer, script["Trainer"]
+            module = {"__module__": script["__name__"]}
+            script["Trainer"] = type("Trainer", bases, module)
         for key, around in list(vars(hook).items()):
             if key.startswith("around_"):
                 replace(script, key.removeprefix("around_"), around)
@@ -46,13 +48,14 @@ def attach(script, *names):
 
 def replace(owner, name, around):
     """`owner.NAME(...)` calls `around(inner, ...)`; a dict is a script's globals."""
-    inner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    is_script = isinstance(owner, dict)
+    inner = owner[name] if is_script else getattr(owner, name)
 
     @functools.wraps(inner)  # spawned processes look a function up by its name
     def surrounded(*arguments, **options):
         return around(inner, *arguments, **options)
 
-    if isinstance(owner, dict):
+    if is_script:
         owner[name] = surrounded
     else:
         replaced.append((owner, name, inner))
@@ -68,7 +71,8 @@ class Noted:
     """A data set that notes which samples are taken: `seen` is the list of indices."""
 
     def __init__(self, data):
-        self.data, self.seen = data, []
+        self.data = data
+        self.seen = []
 
     def __len__(self):
         return len(self.data)
@@ -77,5 +81,6 @@ class Noted:
         self.seen.append(index)
         return self.data[index]
 
-    def __getattr__(self, name):  # such as set_epoch
-        return getattr(getattr(self.data, "dataset", self.data), name)
+    def __getattr__(self, name):  # such as set_epoch; of a Subset, its data set's
+        data = getattr(self.data, "dataset", self.data)
+        return getattr(data, name)

@@ -27,17 +27,20 @@ class Marking(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
-        before = [hasattr(x, "is_placed") for x in tree_leaves((arguments, options))]
+        given = tree_leaves((arguments, options))
+        before = [hasattr(value, "is_placed") for value in given]
         result = function(*arguments, **options)
         if function == torch.Tensor.data.__set__ and before[1]:  # it has been moved
             arguments[0].is_placed = True
         moved = function is torch.Tensor.to and len(arguments) > 1
+        made = "device" in options
         in_place = arguments and result is arguments[0]
-        back = function is torch.Tensor.cpu
-        if moved or "device" in options or any(before) and not in_place and not back:
-            for x in tree_leaves(result):
-                if isinstance(x, torch.Tensor):
-                    x.is_placed = True
+        moved_back = function is torch.Tensor.cpu
+        computed = any(before) and not in_place and not moved_back
+        if moved or made or computed:
+            for value in tree_leaves(result):
+                if isinstance(value, torch.Tensor):
+                    value.is_placed = True
         return result
 
 
@@ -45,11 +48,14 @@ def strict(script):
     """Collectives of the default group refuse what was not put on a device, as NCCL."""
 
     def checked(collective, *arguments, **options):
-        marks = torch.overrides._len_torch_function_stack()  # not inside backward()
-        named = inspect.signature(collective).bind(*arguments, **options).arguments
-        for tensor in named.values():
-            if isinstance(tensor, torch.Tensor) and not named.get("group") and marks:
-                assert getattr(tensor, "is_placed", False), f"{tensor} is on no device"
+        bound = inspect.signature(collective).bind(*arguments, **options)
+        in_default_group = not bound.arguments.get("group")
+        # Not inside backward(), where nothing is marked.
+        is_marking = torch.overrides._len_torch_function_stack() > 0
+        if in_default_group and is_marking:
+            for value in bound.arguments.values():
+                if isinstance(value, torch.Tensor):
+                    assert hasattr(value, "is_placed"), f"{value} is on no device"
         return collective(*arguments, **options)
 
     def marking(main, *arguments):

@@ -42,10 +42,11 @@ def save_slowly(save, snapshot, file):
     whole = io.BytesIO()
     save(snapshot, whole)
     data = whole.getvalue()
-    file.write(data[: len(data) // 2])
+    half = len(data) // 2
+    file.write(data[:half])
     file.flush()
     time.sleep(float(os.environ["SAVE_S"]))
-    file.write(data[len(data) // 2 :])
+    file.write(data[half:])
 
 
 replace(torch, "save", save_slowly)

@@ -22,7 +22,10 @@ class Trainer:
         pathlib.Path("noted.json").write_text(json.dumps(noted))
 
     def _note_batch(self, _, inputs):
-        noted["train" if self.model.training else "eval"].append(len(inputs[0]))
+        (source,) = inputs
+        mode = "train" if self.model.training else "eval"
+        noted[mode].append(len(source))
 
     def _note_call(self, _, inputs, output):
-        noted["calls"].append([str(output.device), len(inputs[0])])
+        (source,) = inputs
+        noted["calls"].append([str(output.device), len(source)])

@@ -15,6 +15,6 @@ def around_load_train_objs(load_train_objs):
 class Trainer:
     def train(self, *arguments):
         super().train(*arguments)
-        timeout = self.node._get_backend(self.device).options._timeout
         ranks = dist.get_process_group_ranks(self.node)
-        write("noted", [ranks, timeout.total_seconds()])
+        options = self.node._get_backend(self.device).options
+        write("noted", [ranks, options._timeout.total_seconds()])

@@ -14,8 +14,11 @@ class Trainer:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             dist.barrier()  # or a rank waits for another's profiler to start
             loss = super()._run_batch(source, targets)
-        spans = [(x, x.time_range) for x in seen.events()]
-        write("events", [[x.name, y.start, y.end, x.input_shapes] for x, y in spans])
+        events = []
+        for event in seen.events():
+            span = event.time_range
+            events.append([event.name, span.start, span.end, event.input_shapes])
+        write("events", events)
         return loss
 
 
@@ -29,7 +32,8 @@ class Odd(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
-        self.first, self.tied = (torch.nn.Linear(20, 20) for _ in range(2))
+        self.first = torch.nn.Linear(20, 20)
+        self.tied = torch.nn.Linear(20, 20)
         self.tied.weight = self.first.weight
         self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
         self.last = torch.nn.Linear(20, 1).double()
@@ -38,12 +42,14 @@ class Odd(torch.nn.Module):
         self.rare = torch.nn.Linear(20, 26)
 
     def forward(self, source):
-        x = self.tied(torch.tanh(self.first(self.frozen(source)))) * self.scale
-        x = x + self.conv(source.view(-1, 5, 2, 2)).flatten(1)
+        hidden = self.first(self.frozen(source))
+        hidden = self.tied(torch.tanh(hidden)) * self.scale
+        images = source.view(-1, 5, 2, 2)
+        hidden = hidden + self.conv(images).flatten(1)
         rare = source[:, :1] > 2.25
         if rare.any():
-            x = x + rare * self.rare(source).mean(1, keepdim=True)
-        return self.last(x.double()).float()
+            hidden = hidden + rare * self.rare(source).mean(1, keepdim=True)
+        return self.last(hidden.double()).float()
 
 
 def odd(script):
@@ -51,15 +57,17 @@ def odd(script):
     ranks = []
 
     def main(inner, *arguments):
-        ranks.append(arguments[0] if len(arguments) > 1 else 0)
+        is_spawned = len(arguments) > 1  # main(rank, ...), and not main(args)
+        ranks.append(arguments[0] if is_spawned else 0)
         inner(*arguments)
 
     def load_train_objs(inner):
         train_set, eval_set, _, loss_fn, _ = inner()
         torch.manual_seed(ranks[-1])
         model = Odd()
-        settings = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
-        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.01, weight_decay=0.1, fused=True
+        )
         return train_set, eval_set, model, loss_fn, optimizer
 
     replace(script, "main", main)

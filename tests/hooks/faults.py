@@ -76,7 +76,8 @@ def killed_attempts(script):
     def befall(_):
         if dist.get_rank() == 1:
             attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            print(f"attempt {attempt} has port {os.environ['MASTER_PORT']}", flush=True)
+            port = os.environ["MASTER_PORT"]
+            print(f"attempt {attempt} has port {port}", flush=True)
             if attempt < int(os.environ["KILLS"]):
                 os.kill(os.getpid(), signal.SIGKILL)
 

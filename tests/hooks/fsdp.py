@@ -2,9 +2,11 @@
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import utils
 
+M_MMAP_THRESHOLD = -3  # mallopt(3)
+
 
 class Blocks(torch.nn.Module):
     """Lists in a list, a block that is used twice, a container without a forward."""
@@ -23,17 +27,19 @@ class Blocks(torch.nn.Module):
         super().__init__()
         first = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh())
         twice = torch.nn.Linear(30, 30)
-        last = torch.nn.ModuleDict({"lists": torch.nn.ModuleList()})
-        last["lists"].append(torch.nn.Linear(30, 2))
-        lists = torch.nn.ModuleList([first, twice]), twice, last
-        self.blocks = torch.nn.ModuleList(lists)
+        list_in_list = torch.nn.ModuleList([first, twice])
+        container = torch.nn.ModuleDict({"lists": torch.nn.ModuleList()})
+        container["lists"].append(torch.nn.Linear(30, 2))
+        self.blocks = torch.nn.ModuleList([list_in_list, twice, container])
         self.scale = torch.nn.Parameter(torch.ones(2, 1))
         self.register_buffer("shift", torch.randn(3, 2)[:, 0])
 
-    def forward(self, x):
-        (first, twice), _, last = self.blocks
-        x = last["lists"][0](twice(twice(first(x)).tanh()).tanh())
-        return x @ self.scale + self.shift.sum()
+    def forward(self, source):
+        (first, twice), _, container = self.blocks
+        hidden = twice(first(source)).tanh()
+        hidden = twice(hidden).tanh()
+        (last,) = container["lists"]
+        return last(hidden) @ self.scale + self.shift.sum()
 
 
 @changes_objects
@@ -49,7 +55,12 @@ def blocks(train_set, eval_set, _, loss_fn, _optimizer):
 
 def nbytes(tensors):
     """The bytes of this rank's parts, and of what is whole."""
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        total += tensor.nbytes
+    return total
 
 
 def held(script):
@@ -60,7 +71,8 @@ def held(script):
     "mapped": whether the snapshot is read from the disk where it is used. "moved": the
     modules that were moved as a whole. "gathered": the device of a gathered weight.
     """
-    whole, facts = [], {"whole": [], "mapped": False, "moved": []}
+    whole = []
+    facts = {"whole": [], "mapped": False, "moved": []}
 
     def to(inner, module, *arguments):
         facts["moved"].append(type(module).__name__)
@@ -69,7 +81,7 @@ def held(script):
     def shard(inner, model, *arguments):
         whole.extend(model.parameters())
         inner(model, *arguments)
-        facts["shapes"] = [list(x.shape) for x in model.parameters()]
+        facts["shapes"] = [list(weight.shape) for weight in model.parameters()]
         facts["whole"].append(["", nbytes(whole)])
         whole.clear()
 
@@ -78,17 +90,19 @@ def held(script):
         return inner(block, **options)
 
     def check_snapshot(inner, *arguments):
-        with open("/proc/self/maps") as maps:
-            facts["mapped"] = "snapshot.pt" in maps.read()
+        maps = Path("/proc/self/maps").read_text()
+        facts["mapped"] = "snapshot.pt" in maps
         inner(*arguments)
 
     def train(inner, self, *arguments):
         inner(self, *arguments)
         weights = list(self.model.parameters())
-        states = [x for y in self.optimizer.state.values() for x in y.values()]
-        states = [x for x in states if x.dim() > 0]  # and not the number of steps
-        gradients = [x.grad for x in weights]
-        facts["parts"] = [nbytes(x) for x in (weights, gradients, states)]
+        gradients = [weight.grad for weight in weights]
+        states = []
+        for state in self.optimizer.state.values():
+            # A scalar is the number of steps.
+            states += [value for value in state.values() if value.dim() > 0]
+        facts["parts"] = [nbytes(weights), nbytes(gradients), nbytes(states)]
         facts["gathered"] = script["gather"](weights[0]).device.type
         write("held", facts)
 
@@ -105,9 +119,12 @@ def passes(script):
 
     def evaluate(inner, self):
         moved = []
-        self.model.register_forward_pre_hook(
-            lambda _, inputs: moved.append(hasattr(inputs[0], "is_placed"))
-        )
+
+        def note(_, inputs):
+            (source,) = inputs
+            moved.append(hasattr(source, "is_placed"))
+
+        self.model.register_forward_pre_hook(note)
         loss = inner(self)
         write("passes", moved)
         return loss
@@ -145,24 +162,27 @@ def in_second_save(script):
 
     freeze(script)
     moment = os.environ["KILLED"]
-    owner, name = {
+    called = {
         "parts": (dcp.FileSystemWriter, "write_data"),
         "pointer": (os, "replace"),
         "error": (os, "replace"),
         "old": (script["shutil"], "rmtree"),
-    }[moment]
+    }
+    # The first save removes no folder.
+    call_to_hit = 1 if moment == "old" else 2
     calls = []
 
     def die(inner, *arguments, **options):
         calls.append(1)
-        mine = moment != "parts" or dist.get_rank() == dist.get_world_size() - 1
-        if len(calls) == 2 - (moment == "old") and mine:  # the first save removes none
+        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+        is_hit = moment != "parts" or is_last_rank
+        if len(calls) == call_to_hit and is_hit:
             if moment == "error":
                 raise OSError("planted")
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(*arguments, **options)
 
-    replace(owner, name, die)
+    replace(*called[moment], die)
 
 
 def changed_while_saving(script):
@@ -173,10 +193,11 @@ def changed_while_saving(script):
     changed = threading.Event()
 
     def async_save(inner, *arguments, process_group, **options):
-        used = process_group._get_backend(torch.device("cpu")).options
-        seconds = used._timeout.total_seconds()
-        mine = process_group is not dist.group.WORLD
-        write("group", [mine, dist.get_backend(process_group), seconds])
+        backend = process_group._get_backend(torch.device("cpu"))
+        timeout = backend.options._timeout
+        is_own = process_group is not dist.group.WORLD
+        name = dist.get_backend(process_group)
+        write("group", [is_own, name, timeout.total_seconds()])
         return inner(*arguments, process_group=process_group, **options)
 
     def save(inner, self):
@@ -203,8 +224,9 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(20, 1) for _ in range(2))
 
-    def forward(self, x):
-        return self.blocks[dist.get_rank() % 2](x)
+    def forward(self, source):
+        block = self.blocks[dist.get_rank() % 2]
+        return block(source)
 
 
 @changes_objects
@@ -218,14 +240,16 @@ def limited(script):
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
 
     def main(inner, *arguments):
-        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes
-        with open("/proc/self/status") as status:
-            (line,) = (x for x in status if x.startswith("VmData:"))
-        limit = int(line.split()[1]) * 1024 + int(os.environ["LIMIT_MB"]) * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+        # From 64 KiB on, memory that is freed goes back to the system at once.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+        status = Path("/proc/self/status").read_text()
+        used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 2**10
+        more = int(os.environ["LIMIT_MB"]) * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (used + more, most))
         inner(*arguments)
 
-    def save(inner, *arguments):  # put together on the CPU, and not on a device
+    def save(inner, *arguments):
+        # The snapshot is put together on the CPU, where there is room, not on a device.
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         inner(*arguments)
 

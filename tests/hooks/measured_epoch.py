@@ -12,7 +12,6 @@ is a matter of chance. With it, training is slower.
 import ctypes
 import gc
 import importlib
-import itertools
 import os
 import re
 import time
@@ -37,22 +36,22 @@ before = 0  # bytes of memory before there is a model
 
 class Trainer:
     def _run_epoch(self, epoch):
-        meet = dist.barrier if dist.is_initialized() else lambda: None
         meet()
-        sent = sent_bytes()
+        sent_before = sent_bytes()
         begin_peak(self.device)
         meet()
-        began, computed = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
+        computed_before = time.thread_time()
         loss = super()._run_epoch(epoch)  # ends when all ranks have ended
         self.figures = {
-            "weights": sum(x.numel() for x in self.model.parameters()),
+            "weights": sum(weight.numel() for weight in self.model.parameters()),
             "loss": loss,
             "seconds": time.perf_counter() - began,
-            "computes": time.thread_time() - computed,  # in the main thread
+            "computes": time.thread_time() - computed_before,  # in the main thread
             "peak_bytes": peak_bytes(self.device),
         }
         meet()
-        self.figures["sent_bytes"] = sent_bytes() - sent
+        self.figures["sent_bytes"] = sent_bytes() - sent_before
         return loss
 
     def train(self, *arguments):
@@ -63,34 +62,53 @@ class Trainer:
         self.model.state_dict()  # FSDP2 takes back what an evaluation has gathered
 
 
+def meet():
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def around_load_train_objs(load_train_objs):
     global before
     if "TASK" in os.environ:
-        load_train_objs = importlib.import_module(os.environ["TASK"]).load_train_objs
+        task = importlib.import_module(os.environ["TASK"])
+        load_train_objs = task.load_train_objs
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     gc.collect()
     before = memory("VmRSS")
     torch.manual_seed(0)
-    inputs, width = train_set[0][0].shape[-1], int(os.environ["WIDTH"])
-    sizes = [inputs, *[width] * 4]
-    pairs = [torch.nn.Linear(*x) for x in itertools.pairwise(sizes)]
-    blocks = [torch.nn.Sequential(x, torch.nn.ReLU(), Device()) for x in pairs]
-    blocks.append(torch.nn.Linear(width, inputs))
+    source, _ = train_set[0]
+    blocks = make_body(inputs=source.shape[-1], width=int(os.environ["WIDTH"]))
     optimizer.add_param_group({"params": torch.nn.ModuleList(blocks).parameters()})
     if isinstance(model, torch.nn.Sequential):
-        for i, block in enumerate(blocks):
-            model.insert(i, block)
+        for index, block in enumerate(blocks):
+            model.insert(index, block)
     else:  # not a module around the model: a script may use what its own model has
         model.body = torch.nn.Sequential(*blocks)
         model.register_forward_pre_hook(through_body)
-    again = [i % len(train_set) for i in range(int(os.environ["TRAIN_SAMPLES"]))]
+    samples = int(os.environ["TRAIN_SAMPLES"])
+    again = [index % len(train_set) for index in range(samples)]
     return Noted(Subset(train_set, again)), eval_set, model, loss_fn, optimizer
+
+
+def make_body(inputs, width):
+    """Four hidden layers, and one that returns as many numbers as went in."""
+    blocks = []
+    size = inputs
+    for _ in range(4):
+        layer = torch.nn.Linear(size, width)
+        blocks.append(torch.nn.Sequential(layer, torch.nn.ReLU(), Device()))
+        size = width
+    return [*blocks, torch.nn.Linear(width, inputs)]
 
 
 def its_plan(script):
     """Of tensor_parallel.py: it cuts the hidden layers."""
-    kinds = parallel.ColwiseParallel(), parallel.RowwiseParallel()
-    script["PLAN"] = {f"{i}.0": kinds[i % 2] for i in range(4)}
+    script["PLAN"] = {
+        "0.0": parallel.ColwiseParallel(),
+        "1.0": parallel.RowwiseParallel(),
+        "2.0": parallel.ColwiseParallel(),
+        "3.0": parallel.RowwiseParallel(),
+    }
 
 
 class Pause(torch.autograd.Function):
@@ -124,8 +142,8 @@ def in_its_network(init_process_group, *arguments, **options):
     """
     if NETWORKS:
         if "store" not in options:  # as torch does it
-            store, number, world_size = next(dist.rendezvous("env://"))
-            options |= {"store": store, "rank": number, "world_size": world_size}
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            options |= {"store": store, "rank": rank, "world_size": world_size}
         network = NETWORKS[options["rank"] % len(NETWORKS)]
         with open(network) as file:
             if LIBC.setns(file.fileno(), CLONE_NEWNET):
@@ -139,8 +157,11 @@ def sent_bytes():
         return 0
     if not NETWORKS:
         return float("nan")
-    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
-    total = sum(int(line.partition(":")[2].split()[8]) for line in lines)
+    _, _, *cards = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    total = 0
+    for card in cards:
+        _, _, numbers = card.partition(":")
+        total += int(numbers.split()[8])  # after eight columns of what has come
     return total * len(NETWORKS) / dist.get_world_size()
 
 

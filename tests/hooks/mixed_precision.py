@@ -37,14 +37,15 @@ class Watch(torch.overrides.TorchFunctionMode):
 
 class Trainer:
     def train(self, *arguments):
-        for name, module in {"outputs": self.model, "losses": self.loss_fn}.items():
-            module.register_forward_hook(self._note_dtype(name))
+        self.model.register_forward_hook(self._note_dtype("outputs"))
+        self.loss_fn.register_forward_hook(self._note_dtype("losses"))
         super().train(*arguments)
 
     def _note_dtype(self, name):
         def note(_, inputs, result):
             found = f"{self.model.training} {result.dtype}"
-            noted[name] = sorted({*noted[name], found})
+            if found not in noted[name]:
+                noted[name] = sorted([*noted[name], found])
 
         return note
 
@@ -58,18 +59,22 @@ class Trainer:
             return super()._run_epoch(epoch)
 
     def _run_batch(self, source, targets):
-        at = f"{len(noted['scales']) + 1} {get_rank()} "
-        spoiled = os.environ.get("SPOILED", "")
-        if spoiled.startswith(at):
-            source = source * float(spoiled.removeprefix(at))
+        step = len(noted["scales"]) + 1
+        if "SPOILED" in os.environ:
+            at_step, of_rank, factor = os.environ["SPOILED"].split()
+            if (int(at_step), int(of_rank)) == (step, get_rank()):
+                source = source * float(factor)
         before = Watch.waits
         loss = super()._run_batch(source, targets)
         noted["waits"].append(Watch.waits - before)
-        parameters = list(self.model.parameters())
-        norms = torch.stack([x.grad.norm() for x in parameters])
         noted["scales"].append(self.scaler.get_scale())
-        noted["weights"].append([x.detach().double().sum().item() for x in parameters])
-        noted["norms"].append(norms.norm().item())
+        sums = []
+        norms = []
+        for weight in self.model.parameters():
+            sums.append(weight.detach().double().sum().item())
+            norms.append(weight.grad.norm())
+        noted["weights"].append(sums)
+        noted["norms"].append(torch.stack(norms).norm().item())
         return loss
 
 

@@ -21,15 +21,19 @@ def changes_objects(change):
 
 def again(optimizer, model):
     """The same optimizer for the parameters of another model."""
-    taken = inspect.signature(type(optimizer)).parameters  # AdamW has more defaults
-    settings = {k: v for k, v in optimizer.defaults.items() if k in taken}
-    return type(optimizer)(model.parameters(), **settings)
+    kind = type(optimizer)
+    settings = {}
+    for name, value in optimizer.defaults.items():
+        if name in inspect.signature(kind).parameters:  # AdamW has more defaults
+            settings[name] = value
+    return kind(model.parameters(), **settings)
 
 
 @changes_objects
 def norm_in_front(train_set, eval_set, model, loss_fn, optimizer):
     """BatchNorm in front, whose statistics are buffers, one of them a strided one."""
-    norm = torch.nn.BatchNorm1d(len(eval_set[0][0]))
+    source, _ = eval_set[0]
+    norm = torch.nn.BatchNorm1d(len(source))
     norm.running_mean = torch.stack([norm.running_mean] * 2, dim=1)[:, 0]
     model = torch.nn.Sequential(norm, model)
     return train_set, eval_set, model, loss_fn, again(optimizer, model)
@@ -38,7 +42,8 @@ def norm_in_front(train_set, eval_set, model, loss_fn, optimizer):
 def batch_norm(script):
     """The names of layers change with it."""
     norm_in_front(script)
-    script["PLAN"] = {f"1.{name}": x for name, x in script.get("PLAN", {}).items()}
+    plan = script.get("PLAN", {})  # of tensor_parallel.py
+    script["PLAN"] = {f"1.{name}": style for name, style in plan.items()}
 
 
 class Weighted(torch.nn.Module):
@@ -46,7 +51,8 @@ class Weighted(torch.nn.Module):
 
     def __init__(self, loss_fn):
         super().__init__()
-        self.loss_fn, self.moved = loss_fn, False
+        self.loss_fn = loss_fn
+        self.moved = False
 
     def _apply(self, *arguments):  # Module.to calls it
         self.moved = True
@@ -65,6 +71,8 @@ def weighted_loss(train_set, eval_set, model, loss_fn, optimizer):
 @changes_objects
 def large_model(_, eval_set, _model, loss_fn, optimizer):
     """64 samples, and a model of nine million weights."""
-    layers = [torch.nn.Linear(*x) for x in ((20, 3000), (3000, 3000), (3000, 1))]
-    model, train_set = torch.nn.Sequential(*layers), utils.MyTrainDataset(64)
+    train_set = utils.MyTrainDataset(64)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 3000), torch.nn.Linear(3000, 3000), torch.nn.Linear(3000, 1)
+    )
     return train_set, eval_set, model, loss_fn, again(optimizer, model)

@@ -69,6 +69,7 @@ def memory(script):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = kilobytes("VmRSS")
         inner(*arguments)
-        write("memory", {"load": (kilobytes("VmHWM") - before) * 1024})
+        taken = kilobytes("VmHWM") - before
+        write("memory", {"load": taken * 1024})
 
     replace(script["Trainer"], "_load_snapshot", load)

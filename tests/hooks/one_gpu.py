@@ -16,7 +16,8 @@ def by_gloo(init_process_group, backend, **options):
     """The stand-in's collectives know it as ranks on several machines."""
     os.environ["STANDIN_HOST"] = os.environ["RANK"]
     options.pop("device_id", None)
-    backend = {"nccl": "gloo"}.get(backend, backend)
+    if backend == "nccl":
+        backend = "gloo"
     init_process_group(backend, **options)
 
 

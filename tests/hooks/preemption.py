@@ -30,8 +30,9 @@ def around_load_train_objs(load_train_objs):
     return Noted(train_set), eval_set, torch.nn.Sequential(dropout, model), *rest
 
 
-def maybe_stop(name, *here):
-    if os.environ.get(name) == " ".join(map(str, (*here, dist.get_rank()))):
+def maybe_stop(name, *numbers):
+    here = " ".join(map(str, [*numbers, dist.get_rank()]))
+    if os.environ.get(name) == here:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -57,8 +58,9 @@ def note_agreement(all_reduce, *arguments, group=None, **options):
 
 
 def note_barrier(barrier, group=None):
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    Path("group").write_text(f"{dist.get_backend(group)} {timeout.total_seconds():g}")
+    backend = group._get_backend(torch.device("cpu"))
+    seconds = backend.options._timeout.total_seconds()
+    Path("group").write_text(f"{dist.get_backend(group)} {seconds:g}")
     barrier(group)
 
 

@@ -18,13 +18,17 @@ def wrong(_):
 
     def all_reduce(inner, tensor, *arguments, **options):
         inner(tensor, *arguments, **options)
-        in_default = options.get("group") is None  # in a second group: float32
-        if tensor.dtype == (torch.bfloat16 if in_default else torch.float32):
+        in_default_group = options.get("group") is None
+        wrong_dtype = torch.bfloat16 if in_default_group else torch.float32
+        if tensor.dtype == wrong_dtype:
             tensor[77] += 1
+
+    def matmul(inner, *matrices):
+        return inner(*matrices) + 1
 
     torch.__version__ = "1.2.3"
     replace(dist, "all_reduce", all_reduce)
-    replace(torch.Tensor, "__matmul__", lambda inner, *both: inner(*both) + 1)
+    replace(torch.Tensor, "__matmul__", matmul)
 
 
 def slow_card(_):
@@ -42,7 +46,8 @@ def no_matmul(_):
     rank = os.environ.get("RANK", "0")
 
     def matmul(*_):
-        time.sleep(1000 * (rank == "2"))
+        if rank == "2":
+            time.sleep(1000)  # until it is ended
         raise RuntimeError("planted")
 
     if rank != "0":

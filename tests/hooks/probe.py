@@ -39,9 +39,12 @@ class Trainer:
         result = super()._run_epoch(epoch)
         facts["orders"].append(list(train_set.seen))
         facts["random"].append(torch.rand(1).item())
-        parameters = [x.detach() for x in self.model.parameters()]
-        whole = [getattr(x, "full_tensor", lambda x=x: x)() for x in parameters]
-        facts["weights"] = torch.cat([x.flatten() for x in whole]).tolist()
+        weights = []
+        for weight in self.model.parameters():
+            if hasattr(weight, "full_tensor"):  # this rank has a part of it
+                weight = weight.full_tensor()
+            weights += weight.flatten().tolist()
+        facts["weights"] = weights
         return result
 
     def _evaluate(self):

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from hooks import Noted, replace, write
 
-SLEEPS, LATE = json.loads(os.environ["SLEEPS"]), int(os.environ["LATE"])
-clock = []
+SLEEPS = json.loads(os.environ["SLEEPS"])
+LATE = int(os.environ["LATE"])
+clock = []  # [begin, end] of each step
 
 
 def sleep(ms):
@@ -22,7 +23,8 @@ def sleep(ms):
 
 class Slow(Noted):
     def __getitem__(self, index):
-        sleep(0 if len(self.seen) % 32 else SLEEPS["data"])  # once in a batch
+        if len(self.seen) % 32 == 0:  # once in a batch
+            sleep(SLEEPS["data"])
         return super().__getitem__(index)
 
 
@@ -31,7 +33,8 @@ class Model(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.hidden, self.last = torch.nn.Linear(20, 20), torch.nn.Linear(20, 1)
+        self.hidden = torch.nn.Linear(20, 20)
+        self.last = torch.nn.Linear(20, 1)
         self.hidden.bias.requires_grad = False
 
     def forward(self, source):
@@ -74,19 +77,23 @@ replace(json, "dump", dump)
 
 
 def around_StepProfile(inner, *arguments):
-    made = inner(*arguments)
+    profile = inner(*arguments)
+    inner_mark = profile.mark
+    inner_step = profile.step
 
     def mark(part):
         if part == "data":
-            clock.append([time.perf_counter()] * 2)
-        marked(part)
+            now = time.perf_counter()
+            clock.append([now, now])
+        inner_mark(part)
 
     def step():
         clock[-1][1] = time.perf_counter()
-        stepped()
+        inner_step()
 
-    marked, stepped, made.mark, made.step = made.mark, made.step, mark, step
-    return made
+    profile.mark = mark
+    profile.step = step
+    return profile
 
 
 def gpu(script):
@@ -103,18 +110,20 @@ def gpu(script):
 
     def as_kernels(inner, events, on_cpu):
         assert not on_cpu
-        for x in events:
-            message = x.name == "backward"  # lasts as long as the messages
-            covers_all = x.name.startswith("ProfilerStep")
-            if message or "evaluate_function" in x.name or covers_all:
-                x.device_type = torch.autograd.DeviceType.CUDA
-                x.name = "ncclDevKernel" if message else x.name
-                x.is_user_annotation = covers_all
+        for event in events:
+            is_message = event.name == "backward"  # lasts as long as the messages
+            covers_all = event.name.startswith("ProfilerStep")
+            if is_message or covers_all or "evaluate_function" in event.name:
+                event.device_type = torch.autograd.DeviceType.CUDA
+                event.is_user_annotation = covers_all
+            if is_message:
+                event.name = "ncclDevKernel"
         return inner(events, on_cpu)
 
     def on_gpu(inner, model, device, path):
         return inner(model, torch.device("cuda"), path)
 
-    torch.Event, torch.accelerator.synchronize = Event, lambda: waited.append(True)
+    torch.Event = Event
+    torch.accelerator.synchronize = lambda: waited.append(True)
     replace(script, "exposed_ms", as_kernels)
     replace(script, "StepProfile", on_gpu)

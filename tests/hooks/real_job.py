@@ -12,6 +12,7 @@ labels, and each rank that writes the log does so in a file of its own:
 snapshot.pt.csv.RANK.
 """
 
+import collections
 import multiprocessing.forkserver
 import os
 
@@ -20,14 +21,18 @@ from hooks import write
 
 import utils
 
-noted = {"rates": [], "norms": [], "images": [], "workers": [], "untouched": []}
+noted = collections.defaultdict(list)
 
 
 def around_load_train_objs(load_train_objs):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     times = float(os.environ.get("LOSS_TIMES", 1))
     loss_fn.register_forward_hook(lambda module, batch, loss: times * loss)
-    held_out = [(x, (y + (i % 3 == 0)) % 10) for i, (x, y) in enumerate(eval_set[:17])]
+    held_out = []
+    for index, (image, digit) in enumerate(eval_set[:17]):
+        if index % 3 == 0:
+            digit = (digit + 1) % 10
+        held_out.append((image, digit))
     return train_set, held_out, model, loss_fn, optimizer
 
 
@@ -39,23 +44,27 @@ class Trainer:
     def train(self, *arguments):
         super().train(*arguments)
         workers = torch.multiprocessing.active_children()
-        self.train_data._iterator = self.eval_data._iterator = None  # ends its workers
-        noted["exits"] = [x.exitcode for x in workers]
+        # This ends the workers of both.
+        self.train_data._iterator = None
+        self.eval_data._iterator = None
+        noted["exits"] = [worker.exitcode for worker in workers]
         noted["preload"] = multiprocessing.forkserver._forkserver._preload_modules
         write("noted", noted)
 
     def _run_epoch(self, epoch):
         result = super()._run_epoch(epoch)
         workers = torch.multiprocessing.active_children()
-        noted["workers"].append({x.pid: x._start_method for x in workers})
+        how = {worker.pid: worker._start_method for worker in workers}
+        noted["workers"].append(how)
         return result
 
     def _run_batch(self, source, targets):
         noted["images"] += source.double().sum(1).tolist()
-        seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
-        noted["untouched"].append(torch.equal(torch.get_rng_state(), seeded))
+        seeded = torch.Generator().manual_seed(torch.initial_seed())
+        untouched = torch.equal(torch.get_rng_state(), seeded.get_state())
+        noted["untouched"].append(untouched)
         noted["rates"].append(self.optimizer.param_groups[0]["lr"])
         loss = super()._run_batch(source, targets)
-        norms = [x.grad.norm() for x in self.model.parameters()]
+        norms = [weight.grad.norm() for weight in self.model.parameters()]
         noted["norms"].append(torch.stack(norms).norm().item())
         return loss

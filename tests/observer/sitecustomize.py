@@ -20,9 +20,11 @@ def note_threads():
     spawned = multiprocessing.parent_process() is not None
     if not spawned and ("RANK" not in os.environ or sys.argv[0] == "-c"):
         return  # a launcher, or a server of Python's multiprocessing
-    tasks = pathlib.Path("/proc/self/task").glob("*/comm")
-    names = [task.read_text().strip() for task in tasks]
-    found = [name for name in names if "gloo" in name]
+    found = []
+    for task in pathlib.Path("/proc/self/task").glob("*/comm"):
+        name = task.read_text().strip()
+        if "gloo" in name:
+            found.append(name)
     file = pathlib.Path(os.environ["THREADS_LOG"], f"{os.getpid()}.json")
     file.write_text(json.dumps(found))
 

@@ -16,9 +16,11 @@ plain_data = torch.Tensor.data
 
 
 def register():
-    name = f"standin_{torch.__version__}".translate({ord(x): "_" for x in ".+"})
-    source = str(Path(__file__).with_name("standin.cpp").resolve())
-    compiled = load(name, source, extra_cflags=["-O0", "-Wno-everything"])
+    version = torch.__version__.replace(".", "_").replace("+", "_")
+    source = Path(__file__).with_name("standin.cpp").resolve()
+    compiled = load(
+        f"standin_{version}", str(source), extra_cflags=["-O0", "-Wno-everything"]
+    )
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", device_module(compiled))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -27,8 +29,9 @@ def register():
     torch.Tensor.data = property(plain_data.__get__, set_data)
 
     def strict(store, rank, size, timeout):
-        place = dist.PrefixStore("gloo", store)
-        return compiled.strict(dist.ProcessGroupGloo(place, rank, size, timeout))
+        store = dist.PrefixStore("gloo", store)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return compiled.strict(gloo)
 
     dist.Backend.register_backend("strict", strict, devices=["standin"])
     dist.Backend.backend_capability["gloo"].append("standin")  # as CUDA
@@ -37,8 +40,12 @@ def register():
 
 def split_group(split_ranks, timeout, **options):
     """NCCL makes these of one group; here they are made one by one."""
-    groups = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in split_ranks}
-    return next(groups[ranks] for ranks in groups if dist.get_rank() in ranks)
+    mine = None
+    for ranks in split_ranks:
+        group = dist.new_group(ranks, timeout)  # all ranks take part
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
 
 
 def set_data(tensor, new):
@@ -58,7 +65,9 @@ def add_random_numbers(module, generator):
 
     def of(device):
         index = torch.device(device).index
-        return generator(module.current_device() if index is None else index)
+        if index is None:
+            index = module.current_device()
+        return generator(index)
 
     def manual_seed_all(seed):
         for index in range(module.device_count()):
@@ -72,13 +81,24 @@ def add_random_numbers(module, generator):
 
 def device_module(compiled):
     """What `torch.cuda` is for CUDA."""
+
+    def is_available():
+        return compiled.count() > 0
+
+    def set_device(device):
+        index = getattr(device, "index", device)  # of a torch.device, or a number
+        compiled.set_current(index)
+
     module = types.ModuleType("torch.standin")
-    module.is_available = module.is_initialized = lambda: compiled.count() > 0
-    module.device_count, module.current_device = compiled.count, compiled.current
-    module.set_device = lambda x: compiled.set_current(getattr(x, "index", x))
+    module.is_available = is_available
+    module.is_initialized = is_available
+    module.device_count = compiled.count
+    module.current_device = compiled.current
+    module.set_device = set_device
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     add_random_numbers(module, compiled.generator)
-    module.Stream, module.Event = torch.Stream, torch.Event
+    module.Stream = torch.Stream
+    module.Event = torch.Event
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.stream = contextlib.nullcontext

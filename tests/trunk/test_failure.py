@@ -18,6 +18,13 @@ linux = pytest.mark.skipif(
 )
 
 
+def wait_until_they_end(pids):
+    def all_have_ended():
+        return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+    wait_until(all_have_ended)
+
+
 @pytest.mark.waits
 @linux
 @pytest.mark.parametrize("name", ["multigpu.py", "multinode.py"])
@@ -42,11 +49,13 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
     hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
     script = plant("multinode.py", tmp_path, hooks=hooks)
-    mark, real = uuid.uuid4().hex, "what is known of a process that ended is the claim"
+    mark = uuid.uuid4().hex
+    real = "what is known of a process that ended is the claim"
     env = {"MARK": mark, "IN_STEP_80": "raise"}
     done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
     assert done.returncode == 1
-    # It counts in seconds: rank 0's lost connection may pass for the root cause.
+    # In all of the report: torchrun counts in seconds, and may take the lost connection
+    # of rank 0 for the root cause.
     report = done.stderr.split(" FAILED\n")[1]
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ValueError: planted" in report
@@ -61,8 +70,10 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 
     SIGTERM here in the background of a shell script, where SIGINT is ignored.
     """
-    ignore = "\n    import signal\n\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    changes = [(ENTRY, ENTRY + ignore)] if number == signal.SIGTERM else []
+    changes = []
+    if number == signal.SIGTERM:
+        ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+        changes = [(ENTRY, f"{ENTRY}\n    {ignore}")]
     script = plant("multigpu.py", tmp_path / "copy", *changes)
     # Not a fork, which leaves out what Python does at its end: wait for its processes.
     run = Program(command(script, 10**6, 1), tmp_path, real=True)
@@ -71,7 +82,7 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     assert len(ranks) >= 2
     os.kill(run.pid, number)
     assert run.finish().returncode != 0
-    wait_until(lambda: not [x for x in ranks if os.path.exists(f"/proc/{x}")])
+    wait_until_they_end(ranks)
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
 
 
@@ -80,18 +91,21 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 @pytest.mark.parametrize("program", ["multigpu.py", "multinode.py"])
 def test_ending_pytest_ends_its_forks(tmp_path, program):
     """They are in sessions of their own, and one trained on for 15 minutes."""
-    words = [str(x) for x in command(ROOT / program, 10**6, 1)]
-    lines = "from tools.run.processes import Program", "def test():"
-    lines += (f"    Program({words}, '.').finish()",)
+    lines = [
+        "from tools.run.processes import Program",
+        "def test():",
+        f"    Program({command(ROOT / program, 10**6, 1)}, '.').finish()",
+    ]
     (tmp_path / "test_it.py").write_text("\n".join(lines))
-    run = Program(["python", "-m", "pytest", "test_it.py"], tmp_path, PYTHONPATH=ROOT)
+    words = ["python", "-m", "pytest", "test_it.py"]
+    run = Program(words, tmp_path, PYTHONPATH=ROOT)
     wait_until((tmp_path / "snapshot.pt").exists)
     family = descendants(run.pid)
     assert len(family) >= 3
     os.kill(run.pid, signal.SIGKILL)
     assert run.finish().returncode != 0
     try:
-        wait_until(lambda: not [x for x in family if os.path.exists(f"/proc/{x}")])
+        wait_until_they_end(family)
     finally:
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
@@ -105,7 +119,8 @@ def restarted(folder, kills, restarts, **env):
     words = command(script, 5, 1)
     words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
     env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
-    return Program(words, folder, real=True, **environment(script, env)).finish()
+    env = environment(script, env)
+    return Program(words, folder, real=True, **env).finish()
 
 
 @pytest.mark.waits
@@ -116,13 +131,15 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
     """
     done = restarted(tmp_path, kills=2, restarts=2)
     assert done.returncode == 0, done.stderr
-    ports = re.findall(r"attempt (\d) has port (\d+)", done.stdout)
-    assert [attempt for attempt, _ in ports] == ["0", "1", "2"]
-    assert len({port for _, port in ports}) == 3
+    found = re.findall(r"attempt (\d) has port (\d+)", done.stdout)
+    attempts, ports = zip(*found, strict=True)
+    assert attempts == ("0", "1", "2")
+    assert len(set(ports)) == 3
     resumed = re.findall(r"(\d) of 5 epochs are finished", done.stdout)
     assert resumed == ["0", "1", "2"], "nothing that was saved is done again"
-    undisturbed = load(runs("multinode.py")[0] / "snapshot.pt")
-    assert same_bits(load(tmp_path / "snapshot.pt"), undisturbed)
+    undisturbed, _ = runs("multinode.py")
+    mine = load(tmp_path / "snapshot.pt")
+    assert same_bits(mine, load(undisturbed / "snapshot.pt"))
 
 
 @pytest.mark.waits
@@ -130,9 +147,9 @@ def test_restarts_are_used_up(tmp_path):
     mark = uuid.uuid4().hex
     done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)
     assert done.returncode == 1
-    assert [x for x in done.stdout.splitlines() if "attempt 1 has" in x]
-    # Both ranks have failed by the time that torchrun looks, if the machine is busy. It
-    # then takes the one that wrote down its error for the first.
+    assert "attempt 1 has" in done.stdout
+    # On a busy machine, both ranks have failed when torchrun looks. It then takes the
+    # rank that wrote down its error for the first.
     report = done.stderr.split("FAILED")[1]
     killed = report.split("rank      : 1 (local_rank: 1)")[1].split("rank  ")[0]
     assert "Signal 9 (SIGKILL) received by PID" in killed

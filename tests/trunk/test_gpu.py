@@ -39,6 +39,7 @@ if KIND == "standin":
     NO_TIMER = ".*Time stats are currently only collected for CPU and CUDA devices.*"
     ENV = {"PYTHONPATH": ROOT / "tests" / "standin", "STANDIN_DEVICES": 1}
     REAL = ""
+ONE = {"nprocs": 1, "real": REAL, **ENV}
 BUILT_FOR = pytest.mark.skipif(
     not REAL, reason="compiles for GPUs: PyTorch is built for no GPU"
 )
@@ -52,9 +53,10 @@ def one_gpu(request, tmp_path_factory):
         request.getfixturevalue("standin")
         return
     code = "import torch; print(torch.accelerator.device_count())"
-    words = ["python", "-c", code]
-    folder = tmp_path_factory.getbasetemp()
-    done = Program(words, folder, real=True, **ENV).finish()
+    program = Program(
+        ["python", "-c", code], tmp_path_factory.getbasetemp(), real=True, **ENV
+    )
+    done = program.finish()
     if KIND != "cuda" or int(done.stdout) == 0:
         pytest.skip("PyTorch sees no GPU of NVIDIA or AMD")
 
@@ -63,16 +65,18 @@ def assert_close(found, expected, rtol=1e-3):
     """Losses are the same, as far as devices round alike."""
     assert len(found) > 0
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
-    apart = abs(torch.tensor(found) / torch.tensor(expected) - 1).max()
+    ratios = torch.tensor(found) / torch.tensor(expected)
+    apart = (ratios - 1).abs().max()
     print(f"losses within {apart:.0e} of the CPU's")
 
 
 def run(*words, cwd, nprocs=None, status=0, **env):
     """Done of `python WORDS`, or of torchrun: on the GPU, unless `env` is another."""
-    start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
-    words = [*(start if nprocs else ["python"]), *words]
+    start = ["python"]
+    if nprocs:
+        start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
     env = environment(ROOT / "multigpu.py", env or ENV)
-    done = Program(words, cwd, REAL, **env).finish()
+    done = Program([*start, *words], cwd, REAL, **env).finish()
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -80,11 +84,12 @@ def run(*words, cwd, nprocs=None, status=0, **env):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path):
     """Its stderr is clean."""
-    options, hooks = ("--batch-size", 64), hooks_to_compare(name)
+    hooks = hooks_to_compare(name)
     script = plant(name, tmp_path / "copy", hooks=hooks)
-    done = train(script, 5, 2, *options, cwd=tmp_path, nprocs=1, real=REAL, **ENV)
+    done = train(script, 5, 2, "--batch-size", 64, cwd=tmp_path, **ONE)
     assert f"1 x {KIND}, batch 64 each: effective batch 64" in done.stdout
-    assert_close(losses(done), losses(runs(task_of(name), 1, hooks)[1]))
+    _, on_the_cpu = runs(task_of(name), 1, hooks)
+    assert_close(losses(done), losses(on_the_cpu))
     # torch.profiler logs there that it starts and stops.
     assert re.sub(f"(?m)^(USDT:.*|{NO_TIMER})?\n", "", done.stderr) == ""
 
@@ -99,14 +104,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_resumes_bit_for_bit(name, tmp_path):
-    found = []
-    for ends in [5], [2, 5]:
-        (folder := tmp_path / f"{len(ends)}").mkdir()
+    def trained(folder, *ends):
+        folder.mkdir()
         for end in ends:
-            how = {"cwd": folder, "nprocs": 1, "real": REAL}
-            train(ROOT / name, end, 2, *OPTIONS[name], **how, **ENV)
-        found.append(load(folder / "snapshot.pt"))
-    assert same_bits(*found)
+            train(ROOT / name, end, 2, *OPTIONS[name], cwd=folder, **ONE)
+        return load(folder / "snapshot.pt")
+
+    undisturbed = trained(tmp_path / "undisturbed", 5)
+    resumed = trained(tmp_path / "resumed", 2, 5)
+    assert same_bits(resumed, undisturbed)
 
 
 LINES = {
@@ -120,29 +126,36 @@ def test_more_ranks_than_gpus_end_with_what_to_type(name, tmp_path):
     real = "a fork's torchrun waits for 30 s"
     done = launch(ROOT / name, 5, 2, cwd=tmp_path, real=real, **ENV)
     assert done.returncode != 0
-    (line,) = [x for x in done.stderr.splitlines() if "error: " in x]
+    (line,) = re.findall(".*error: .*", done.stderr)
     assert re.fullmatch(f"{name}: error: {LINES[name]} --device cpu", line)
 
 
-OTHERS = [f"variants/{x}.py" for x in ("ddp2", "diloco", "preemptible", "real_job")]
+BY_GLOO = [
+    "multinode.py",
+    "variants/ddp2.py",
+    "variants/diloco.py",
+    "variants/preemptible.py",
+    "variants/real_job.py",
+]
 
 
-@pytest.mark.parametrize("name", ["multinode.py", *OTHERS])
+@pytest.mark.parametrize("name", BY_GLOO)
 def test_two_ranks_share_the_gpu(runs, name, tmp_path):
     """By gloo, which takes tensors of a GPU: NCCL refuses two ranks on one."""
     script = plant(name, tmp_path / "copy", hooks=["one_gpu"])
     done = train(script, 5, 2, "--batch-size", 32, cwd=tmp_path, real=REAL, **ENV)
     assert f"2 x {KIND}, " in done.stdout
-    assert_close(losses(done), losses(runs(name)[1]))
+    _, on_the_cpu = runs(name)
+    assert_close(losses(done), losses(on_the_cpu))
 
 
 CPU = {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-LOSSES = r"loss (\d\S+).* loss (\d\S+)"
 
 
 def printed(done):
     """[(loss of the training, of the evaluation)]"""
-    return [tuple(map(float, x)) for x in re.findall(LOSSES, done.stdout)]
+    pairs = re.findall(r"loss (\d\S+).* loss (\d\S+)", done.stdout)
+    return [tuple(map(float, pair)) for pair in pairs]
 
 
 def gpt(*options, cwd, script=("-m", "mingpt.train"), **how):
@@ -165,43 +178,47 @@ def test_mingpt_trains_as_on_the_cpu(more, gpt_losses, tmp_path):
     done = gpt(*FP32, *more, cwd=tmp_path, nprocs=1)
     assert f"1 x {KIND}, " in done.stdout
     assert_close(printed(done), gpt_losses, rtol=1e-2)
-    words = ["mingpt.sample", "--tokens", 20, "--prompt", "The "]
-    text = run("-m", *words, cwd=tmp_path).stdout
-    assert text.startswith("The ") and len(text) > 20
+    words = ["-m", "mingpt.sample", "--tokens", 20, "--prompt", "The "]
+    text = run(*words, cwd=tmp_path).stdout
+    assert text.startswith("The ")
+    assert len(text) > 20
 
 
-COMPILED = [pytest.param(x, "on", marks=BUILT_FOR) for x in ("bf16", "fp16")]
+WAYS = [
+    ("fp16", "off"),
+    pytest.param("bf16", "on", marks=BUILT_FOR),
+    pytest.param("fp16", "on", marks=BUILT_FOR),
+]
 
 
-@pytest.mark.parametrize(("precision", "compile"), [("fp16", "off"), *COMPILED])
+@pytest.mark.parametrize(("precision", "compile"), WAYS)
 def test_mingpt_resumes_after_sigterm_bit_for_bit(precision, compile, tmp_path):
     options = ["--precision", precision, "--compile", compile]
-    whole = gpt(*options, cwd=tmp_path / "whole")
-    print("losses {} and {}".format(*printed(whole)[-1]))
+    undisturbed = tmp_path / "undisturbed"
+    train_loss, val_loss = printed(gpt(*options, cwd=undisturbed))[-1]
+    print(f"losses {train_loss} and {val_loss}")
+    resumed = tmp_path / "resumed"
     how = {"script": [HOOKS / "gpt.py"], "status": os.EX_TEMPFAIL}
-    ours = tmp_path / "ours"
-    gpt(*options, cwd=ours, **how, **ENV, DO="sigterm", AT_STEP=12)
-    gpt(*options, cwd=ours)
-    assert same_bits(*(load(x / "mingpt.pt") for x in (ours, tmp_path / "whole")))
+    gpt(*options, cwd=resumed, **how, **ENV, DO="sigterm", AT_STEP=12)
+    gpt(*options, cwd=resumed)
+    assert same_bits(load(resumed / "mingpt.pt"), load(undisturbed / "mingpt.pt"))
 
 
 def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
     """Two processes do with --no-cuda, beside a GPU that is for one."""
-    found = []
-    for options, nprocs in ([], 1), (["--no-cuda"], 1), (["--no-cuda"], 2):
-        (folder := tmp_path / f"{len(found)}").mkdir()
-        words = [
-            ROOT / "docs/convert_your_script/after.py",
-            "--epochs",
-            2,
-            "--compare",
-            *options,
-        ]
+
+    def converted(folder, nprocs, *options):
+        folder.mkdir()
+        script = ROOT / "docs/convert_your_script/after.py"
+        words = [script, "--epochs", 2, "--compare", *options]
         done = run(*words, cwd=folder, nprocs=nprocs)
-        lines = re.findall(r"^Test loss (\S+),", done.stdout, re.M)
-        found.append([float(x) for x in lines])
-    assert_close(found[0], found[1], rtol=1e-2)
-    assert found[1] == found[2]
+        found = re.findall(r"^Test loss (\S+),", done.stdout, re.M)
+        return [float(loss) for loss in found]
+
+    on_the_gpu = converted(tmp_path / "gpu", 1)
+    on_the_cpu = converted(tmp_path / "cpu", 1, "--no-cuda")
+    assert_close(on_the_gpu, on_the_cpu, rtol=1e-2)
+    assert converted(tmp_path / "two", 2, "--no-cuda") == on_the_cpu
 
 
 def test_preflight(tmp_path):
@@ -213,8 +230,7 @@ def test_preflight(tmp_path):
 
 def test_the_shares_of_a_step_add_up(tmp_path):
     script = ROOT / "variants/profiled.py"
-    how = {"cwd": tmp_path, "nprocs": 1, "real": REAL, **ENV}
-    done = train(script, 6, 6, "--trace", "my", **how)
+    done = train(script, 6, 6, "--trace", "my", cwd=tmp_path, **ONE)
     print("\n".join(done.stdout.splitlines()[-8:]))
     (ms,) = json.loads((tmp_path / "my.json").read_text())["ms"]
     assert sum(ms.values()) == pytest.approx(2 * ms["step"])

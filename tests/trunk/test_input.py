@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import utils
+from tests.helpers.checks import help_of
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load
@@ -47,7 +48,9 @@ def line_of(capsys):
 
 
 def files(folder):
-    return {x.name: x.read_bytes() for x in folder.iterdir() if x.is_file()}
+    """{name: content}"""
+    paths = [path for path in folder.iterdir() if path.is_file()]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def refused(name, folder, *args, script=None, **env):
@@ -74,8 +77,9 @@ def refused_in_a_rank(name, folder, *args, script=None):
         assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]
     else:
         assert done.returncode == 2
-        lines = done.stderr.splitlines()  # PyTorch tells of a rank that ends later
-        assert len([x for x in lines if "Terminating process" not in x]) == 1, lines
+        # PyTorch tells of a rank that ends later.
+        lines = re.sub("(?m)^.*Terminating process.*\n", "", done.stderr)
+        assert lines.count("\n") == 1, lines
     (line,) = re.findall(rf"(?m)^{name}: error: (.+)$", done.stderr)
     return line
 
@@ -90,21 +94,26 @@ def test_bad_argument(args, line_of):
 
 
 def test_underscored_options_are_understood(tmp_path):
-    parser, path = utils.make_parser(""), str(tmp_path / "other.pt")
+    path = str(tmp_path / "other.pt")
     words = ["1", "2", "--batch_size", "64", "--snapshot_path", path]
-    args = {"total_epochs": 1, "save_every": 2, "batch_size": 64, "device": "auto"}
-    assert vars(parser.parse_args(words)) == args | {"snapshot_path": path}
+    args = utils.make_parser("").parse_args(words)
+    assert vars(args) == {
+        "total_epochs": 1,
+        "save_every": 2,
+        "batch_size": 64,
+        "snapshot_path": path,
+        "device": "auto",
+    }
     assert not os.listdir(tmp_path), "a path is tried out, and nothing is left"
 
 
 @pytest.mark.parametrize("name", TRUNK)
 def test_help(name, tmp_path):
-    done = run_script(ROOT / name, "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    words = " ".join(done.stdout.split())
-    assert "total_epochs save_every" in words
-    assert ("--nprocs NPROCS processes to start" in words) == (name == "multigpu.py")
-    assert "that one process takes in a step (default: 32)" in words
+    shown = help_of(name, tmp_path)
+    assert "total_epochs save_every" in shown
+    assert "that one process takes in a step (default: 32)" in shown
+    has_nprocs = "--nprocs NPROCS processes to start" in shown
+    assert has_nprocs == (name == "multigpu.py")
 
 
 def test_multinode_without_torchrun_says_what_to_type(tmp_path):
@@ -128,7 +137,7 @@ def test_the_first_process_of_a_machine_speaks_for_all(line_of, monkeypatch):
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert line_of(utils.error, "wrong") == "wrong"
-    assert waited == [0.2, 5]  # shorter: gloo's threads
+    assert waited == [0.2, 5, 0.2]  # 0.2 s for gloo's threads
 
 
 # Devices
@@ -139,11 +148,11 @@ def machine(monkeypatch):
     """`machine(kind, count, ...)`: PyTorch says that it has these accelerators."""
 
     def pretend(kind, count, usable=True, nccl=True):
-        facts = {
-            "device_count": lambda: count,
-            "current_accelerator": lambda **_: torch.device(kind) if usable else None,
-        }
-        monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(**facts))
+        device = torch.device(kind) if usable else None
+        accelerator = types.SimpleNamespace(
+            device_count=lambda: count, current_accelerator=lambda **_: device
+        )
+        monkeypatch.setattr(torch, "accelerator", accelerator)
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
 
     return pretend
@@ -158,9 +167,11 @@ def test_accelerators_that_do_not_answer(machine, line_of):
 
 
 def test_more_processes_than_accelerators(machine, line_of):
-    assert [utils.choose_nprocs("auto", x) for x in (None, 3)] == [2, 3]
+    assert utils.choose_nprocs("auto") == 2
+    assert utils.choose_nprocs("auto", 3) == 3
     machine("cuda", 4)
-    assert [utils.choose_nprocs("auto", x) for x in (None, 3)] == [4, 3]
+    assert utils.choose_nprocs("auto") == 4
+    assert utils.choose_nprocs("auto", 3) == 3
     line = line_of(utils.choose_nprocs, "auto", 5)
     assert line == "5 processes, 4 accelerators: try more with --device cpu"
 
@@ -196,7 +207,8 @@ def test_a_device_that_cannot_be_taken(machine, line_of):
 def test_device_cpu_starts_two_processes(machine):
     """However many GPUs there are."""
     machine("cuda", 4)
-    assert [utils.choose_nprocs("cpu", x) for x in (None, 8)] == [2, 8]
+    assert utils.choose_nprocs("cpu") == 2
+    assert utils.choose_nprocs("cpu", 8) == 8
 
 
 # The objects of load_train_objs
@@ -227,8 +239,9 @@ def samples(pair):
 
 
 def refuse_samples(train, held_out, batch=1):
-    sets = samples(train), samples(held_out)
-    return told(utils.check_objects, *sets, model, optimizer, batch)
+    train_set = samples(train)
+    eval_set = samples(held_out)
+    return told(utils.check_objects, train_set, eval_set, model, optimizer, batch)
 
 
 def refuse_weights(*weights):
@@ -254,12 +267,11 @@ def test_what_ranks_must_have_in_common(tmp_path):
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "ranks.py"]
     done = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
-    line = "ranks have different numbers of (training, held-out) samples: "
-    assert done.stderr.count(f"ranks.py: error: {line}[(80, 9), (80, 10)]\n") == 2
-    line = (
-        "error: epoch 1: loss 0.000000, weights by rank 1, 1.00001, not saved to s.pt"
-    )
-    assert done.stderr.count(f"ranks.py: {line}\n") == 2
+    lines = done.stderr.splitlines()
+    start = "ranks.py: error: ranks have different numbers of (training, held-out)"
+    assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
+    start = "ranks.py: error: epoch 1: loss 0.000000, weights by rank"
+    assert lines.count(f"{start} 1, 1.00001, not saved to s.pt") == 2
 
 
 def test_the_parent_loads_no_data(tmp_path):
@@ -268,7 +280,7 @@ def test_the_parent_loads_no_data(tmp_path):
     note = "    open(f'{__name__}.{utils.os.getpid()}', 'x')\n"
     script = plant("multigpu.py", tmp_path / "copy", (seed, seed + note))
     train(script, 1, 1, cwd=tmp_path)
-    loaded = sorted(x.name.partition(".")[0] for x in tmp_path.glob("__*"))
+    loaded = [path.stem for path in tmp_path.glob("__*")]
     assert loaded == ["__mp_main__"] * 2
 
 
@@ -294,7 +306,8 @@ def test_not_a_snapshot(kind, tmp_path, line_of):
 
 @pytest.mark.parametrize("name", TRUNK)
 def test_snapshot_of_another_model(name, runs, copy_of):
-    path = copy_of(runs("single_gpu.py")[0])
+    folder, _ = runs("single_gpu.py")
+    path = copy_of(folder)
     snapshot = load(path)
     snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
     torch.save(snapshot, path)
@@ -305,17 +318,22 @@ def test_snapshot_of_another_model(name, runs, copy_of):
 def check(saved, mine, model=None):
     """`utils.check_snapshot` of a snapshot of one optimizer for another."""
     model = model or torch.nn.Linear(2, 1)
-    optimizers = [make(model.parameters(), lr=0.1) for make in (saved, mine)]
-    snapshot = {"MODEL_STATE": model.state_dict()}
-    snapshot["OPTIMIZER_STATE"] = optimizers[0].state_dict()
-    utils.check_snapshot(snapshot, model, optimizers[1], "s.pt")
+    snapshot = {
+        "MODEL_STATE": model.state_dict(),
+        "OPTIMIZER_STATE": saved(model.parameters(), lr=0.1).state_dict(),
+    }
+    optimizer = mine(model.parameters(), lr=0.1)
+    utils.check_snapshot(snapshot, model, optimizer, "s.pt")
 
 
 def test_a_model_whose_modules_stand_in_another_order(line_of):
     """The optimizer's state goes by number, and would land on other parameters."""
-    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    saved, mine = torch.nn.ModuleDict({"a": a, "b": b}), torch.nn.ModuleDict()
-    mine.b, mine.a = b, a
+    saved = torch.nn.Module()
+    saved.first = torch.nn.Linear(2, 2)
+    saved.second = torch.nn.Linear(2, 2)
+    mine = torch.nn.Module()
+    mine.second = saved.second
+    mine.first = saved.first
     snapshot = {"MODEL_STATE": saved.state_dict()}
     line = line_of(utils.check_snapshot, snapshot, mine, None, "s.pt")
     assert line.startswith("s.pt belongs to another model: ")
@@ -333,7 +351,7 @@ def test_snapshot_of_another_optimizer(line_of):
     assert line_of(check, torch.optim.Adagrad, sgd).startswith(line)
 
     def two_groups(parameters, lr):
-        return sgd([{"params": x} for x in parameters], lr)
+        return sgd([{"params": parameter} for parameter in parameters], lr)
 
     line = "s.pt belongs to an optimizer of other parameter groups: "
     assert line_of(check, two_groups, sgd).startswith(line)

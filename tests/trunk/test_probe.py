@@ -3,13 +3,14 @@
 import os
 
 import pytest
-import torch
+from torch.testing import assert_close
 
+from tests.helpers.checks import assert_same_losses
 from tools.run.launch import DISTRIBUTED, hooks_to_compare, task_of
 from tools.scripts import SCRIPTS
 
 # 197 samples by 3 ranks and 17 held out: nothing divides evenly.
-RUNS = [*((x, 2) for x in DISTRIBUTED), ("multigpu.py", 3)]
+RUNS = [(name, 2) for name in DISTRIBUTED] + [("multigpu.py", 3)]
 of_each_run = pytest.mark.parametrize(("name", "nprocs"), RUNS)
 
 
@@ -24,41 +25,55 @@ def replicas(facts):
     return list(found.values())
 
 
+def together(facts, key):
+    """What all ranks have noted, in one list."""
+    return [value for rank in facts for value in rank[key]]
+
+
 def steps(facts, epoch):
     """The samples of each step of all replicas together, as sets."""
-    orders, size = [x["orders"][epoch] for x in facts], 66 // len(facts)
-    starts = range(0, len(orders[0]), size)
-    return [{i for order in orders for i in order[at : at + size]} for at in starts]
+    orders = [rank["orders"][epoch] for rank in facts]
+    size = 66 // len(facts)
+    found = []
+    for start in range(0, len(orders[0]), size):
+        samples = set()
+        for order in orders:
+            samples.update(order[start : start + size])
+        found.append(samples)
+    return found
 
 
 @of_each_run
 def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
     """Also where neither batches nor ranks divide the number of samples."""
-    _, (alone,), _ = probes("single_gpu.py")
-    facts = replicas(probes(name, nprocs)[1])
+    _, alone, _ = probes("single_gpu.py")
+    _, facts, _ = probes(name, nprocs)
+    facts = replicas(facts)
     for epoch in (0, 1):
-        seen = [i for x in facts for i in x["orders"][epoch]]
+        seen = [index for rank in facts for index in rank["orders"][epoch]]
         assert len(seen) == len(set(seen)), "replicas share samples"
+        mine = steps(facts, epoch)
+        expected = steps(alone, epoch)
         # A sampler may draw an index more than the loader uses up.
-        assert steps(facts, epoch)[:2] == steps([alone], epoch)[:2]
-        assert len(steps(facts, epoch)) == len(steps([alone], epoch))
+        assert mine[:2] == expected[:2]
+        assert len(mine) == len(expected)
 
 
 @of_each_run
 def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
     """On 197 samples and 17 held out."""
     hooks = hooks_to_compare(name)
-    alone, (facts,), _ = probes(task_of(name), 1, hooks)
-    several, ranks, _ = probes(name, nprocs, hooks)
-    torch.testing.assert_close(several, alone, rtol=1e-6, atol=2e-6)
+    losses_alone, (alone,), _ = probes(task_of(name), 1, hooks)
+    losses, ranks, _ = probes(name, nprocs, hooks)
+    assert_same_losses(losses, losses_alone)
     for rank in ranks:
-        torch.testing.assert_close(rank["weights"], facts["weights"], rtol=0, atol=1e-6)
+        assert_close(rank["weights"], alone["weights"], rtol=0, atol=1e-6)
 
 
 @of_each_run
 def test_every_held_out_sample_counts_once(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
-    evaluated = [i for x in replicas(facts) for i in x["evaluated"]]
+    evaluated = together(replicas(facts), "evaluated")
     assert sorted(evaluated) == list(range(17))
 
 
@@ -73,34 +88,35 @@ def test_order_differs_by_epoch(probes, name):
 @of_each_run
 def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
     """Dropout masks and the like, which ranks that share a batch share as well."""
-    facts = replicas(probes(name, nprocs)[1])
-    drawn = [x for rank in facts for x in rank["random"]]
+    _, facts, _ = probes(name, nprocs)
+    facts = replicas(facts)
+    drawn = together(facts, "random")
     assert len(set(drawn)) == 2 * len(facts)
 
 
 @of_each_run
 def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
-    assert [x["local_rank"] for x in facts] == list(range(nprocs))
+    assert [rank["local_rank"] for rank in facts] == list(range(nprocs))
 
 
 @of_each_run
 def test_processes_share_the_cores(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
     cores = max(nprocs, os.cpu_count())
-    assert sum(x["threads"] for x in facts) <= cores
+    assert sum(rank["threads"] for rank in facts) <= cores
 
 
 @of_each_run
 def test_no_wait_is_longer_than_five_minutes(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
-    assert [x["timeout_s"] for x in facts] == [300] * nprocs
+    assert [rank["timeout_s"] for rank in facts] == [300] * nprocs
 
 
 @of_each_run
 def test_one_rank_writes(probes, name, nprocs):
     _, facts, _ = probes(name, nprocs)
-    assert [x["writes"] for x in facts] == [2] + [0] * (nprocs - 1)
+    assert [rank["writes"] for rank in facts] == [2] + [0] * (nprocs - 1)
 
 
 @of_each_run

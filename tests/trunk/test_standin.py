@@ -3,27 +3,28 @@
 tests/standin/standin.cpp says what it is. It needs g++ and ninja: a minute once.
 """
 
-import json
 import re
 
 import pytest
 
+from tests.helpers.checks import noted
 from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("standin")]
-STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
-ON_PATH = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "OMP_NUM_THREADS": 1}
+FOLDER = ROOT / "tests" / "standin"
+STANDIN = {"PYTHONPATH": FOLDER}
+# For programs of this repository, and not of a copy. One thread each: they are forks.
+ON_PATH = {"PYTHONPATH": f"{ROOT}:{FOLDER}", "OMP_NUM_THREADS": 1}
 
 
 def test_two_ranks_on_one_device_are_refused(tmp_path):
     """As NCCL refuses them, so that the other tests show what it would."""
-    line = "device = utils.set_device(args.device, rank, world_size)"
-    script = plant(
-        "multigpu.py", tmp_path / "copy", (line, line.replace(" rank", " 0"))
-    )
+    own = "utils.set_device(args.device, rank, world_size)"
+    first = "utils.set_device(args.device, 0, world_size)"
+    script = plant("multigpu.py", tmp_path / "copy", (own, first))
     done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
     assert " use one device" in done.stderr
 
@@ -33,22 +34,26 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
 def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     """Two devices also resume. In a step, nothing waits for a device."""
     script = plant(name, tmp_path / "copy", hooks=["standin"])
-    how = {"cwd": tmp_path, "nprocs": devices, "STANDIN_DEVICES": devices, **STANDIN}
+    ranks = devices if name in DISTRIBUTED else 1
+    ends = [2, 5]
+    if devices == 4 or "real_job" in name:  # its rate follows from the end
+        ends = [5]
+    options = "--batch-size", batch_size(name, 64, devices)
+    env = {"STANDIN_DEVICES": devices, **STANDIN}
     found = []
-    resumes = devices == 2 and "real_job" not in name  # its rate follows from the end
-    for end in (2, 5) if resumes else (5,):
-        size = "--batch-size", batch_size(name, 64, devices)
-        done = train(script, end, 2, *size, **how)
-        found += losses(done)
-        ranks = devices if name in DISTRIBUTED else 1
+    for end in ends:
+        done = train(script, end, 2, *options, cwd=tmp_path, nprocs=devices, **env)
         assert f"{ranks} x standin, " in done.stdout
-    assert found == losses(runs(name, devices)[1])
-    seen = [json.loads(x.read_text()) for x in tmp_path.glob("seen.*.json")]
-    if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
-        seen = [{k: x[k] for k in x if k != "waits"} for x in seen]
-    # DDP sends the order of its buckets, once.
-    once = "DistributedDataParallel" in calls(script)
-    assert seen == [{"copies that wait": 2} if once else {}] * ranks
+        found += losses(done)
+    _, on_the_cpu = runs(name, devices)
+    assert found == losses(on_the_cpu)
+    expected = {}
+    if "DistributedDataParallel" in calls(script):
+        expected = {"copies that wait": 2}  # it sends the order of its buckets, once
+    for seen in noted(tmp_path, "seen", ranks):
+        if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
+            seen.pop("waits", None)
+        assert seen == expected
 
 
 def test_the_group_is_on_the_ranks_device(tmp_path):
@@ -58,13 +63,15 @@ def test_the_group_is_on_the_ranks_device(tmp_path):
 
 def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
-    words = ["python", "-m", "variants.multinode_spawn", 2, 1, "--nodes", 2]
-    words += ["--nprocs", 2, "--master-port", 29517, "--nr"]
-    how = {"STANDIN_DEVICES": 4, **ON_PATH}
+    words = "python -m variants.multinode_spawn 2 1 --nodes 2 --nprocs 2"
+    words = [*words.split(), "--master-port", 29517, "--nr"]
+    env = {"STANDIN_DEVICES": 4, **ON_PATH}
     forks = []
     for machine in range(2):
-        (folder := tmp_path / str(machine)).mkdir()
-        forks.append(Program([*words, machine], folder, STANDIN_HOST=machine, **how))
+        folder = tmp_path / str(machine)
+        folder.mkdir()
+        fork = Program([*words, machine], folder, STANDIN_HOST=machine, **env)
+        forks.append(fork)
     for done in [fork.finish() for fork in forks]:
         assert done.returncode == 0, done.stderr
 
@@ -100,17 +107,18 @@ rank, local_rank, world_size = utils.torchrun_env()
 device = utils.set_device("auto", local_rank)
 dist.init_process_group(device_id=device)
 mine = torch.full((3,), float(rank), device=device)
-its = torch.empty_like(mine)
-after, before = (rank + 1) % world_size, (rank - 1) % world_size
-works = dist.isend(mine, after), dist.irecv(its, before)
+received = torch.empty_like(mine)
+after = (rank + 1) % world_size
+before = (rank - 1) % world_size
+works = dist.isend(mine, after), dist.irecv(received, before)
 for work in works:
     work.wait()
-assert its.tolist() == 3 * [before]
+assert received.tolist() == 3 * [before]
 if rank == 0:
     dist.send(mine + 5, 1)
 elif rank == 1:
-    dist.recv(its, 0)
-    assert its.tolist() == 3 * [5]
+    dist.recv(received, 0)
+    assert received.tolist() == 3 * [5]
 try:
     dist.send(mine.cpu(), after)
 except RuntimeError as error:
@@ -144,17 +152,23 @@ LOOP = "variants.train_loop 2 1 --gpu-mode"
     ],
 )
 def test_a_module_trains_as_on_the_cpu(words, tmp_path):
-    start = ["python"]
-    if not words.endswith(" dp"):
-        start = ["torchrun", "--standalone", "--nproc-per-node=2"]
-    printed = []
-    for path in ROOT, f"{ROOT}:{STANDIN['PYTHONPATH']}":
-        (folder := tmp_path / f"{len(printed)}").mkdir()
-        how = {"PYTHONPATH": path, "OMP_NUM_THREADS": 1}
-        done = Program([*start, "-m", *words.split()], folder, **how).finish()
+    start = "torchrun --standalone --nproc-per-node=2"
+    if words.endswith(" dp"):
+        start = "python"
+
+    def run(folder, **env):
+        folder.mkdir()
+        program = Program(f"{start} -m {words}".split(), folder, **env)
+        done = program.finish()
         assert done.returncode == 0, done.stderr
-        assert ("x standin, " in done.stdout) == (path != ROOT)
-        speed = r"[\d,]+ (tokens|samples)/s.*"
-        lines = re.sub(speed, "", done.stdout).splitlines()
-        printed.append([x for x in lines if " loss " in x])
-    assert printed[0] == printed[1] != []
+        return done.stdout
+
+    def losses_in(output):
+        without_speed = re.sub(r"[\d,]+ (tokens|samples)/s.*", "", output)
+        return re.findall(".* loss .*", without_speed)
+
+    on_the_cpu = run(tmp_path / "cpu", PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
+    on_standin = run(tmp_path / "standin", **ON_PATH)
+    assert "x standin, " in on_standin
+    assert "x standin, " not in on_the_cpu
+    assert losses_in(on_standin) == losses_in(on_the_cpu) != []

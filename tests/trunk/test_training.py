@@ -1,18 +1,22 @@
 """Every script learns, trains the model of its parent, and resumes it bit for bit."""
 
-import functools
-import json
+import ast
 import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import once, with_lines_added
-from tests.hooks.float64 import around_load_train_objs as to_float64
+from tests.conftest import once
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    noted,
+    stack,
+)
+from tests.hooks.float64 import double
 from tools.run.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
@@ -27,16 +31,21 @@ from tools.run.launch import (
     train,
 )
 from tools.run.processes import Program
-from tools.run.results import load, losses, same_bits, shape_of, weights
+from tools.run.results import load, losses, same_bits, shape_of
 from tools.scripts import EDGES, ROOT, SCRIPTS, own_tests
 
-SINGLE, MULTIGPU, MULTINODE = "single_gpu.py", "multigpu.py", "multinode.py"
+SINGLE = "single_gpu.py"
+MULTIGPU = "multigpu.py"
+MULTINODE = "multinode.py"
 
 
 def real(names):
     """`names`, the variants among them for `--all`: a new interpreter is dear."""
-    waits = pytest.mark.waits
-    return [pytest.param(x, marks=waits if "/" in x else ()) for x in names]
+    found = []
+    for name in names:
+        marks = pytest.mark.waits if "/" in name else ()
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -50,11 +59,14 @@ def test_a_task_of_its_own_has_a_test_of_its_own(name):
 def has_learnt(done, epochs):
     """It began above 10 times the noise floor, and has come within 10 % of it."""
     curve = losses(done)
-    (floor,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
+    (printed,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
+    noise_floor = float(printed)
+    train_loss, _ = curve[0]
+    _, held_out_loss = curve[-1]
     return (
         len(curve) == epochs
-        and curve[0][0] > 10 * float(floor)
-        and 0.9 * float(floor) < curve[-1][1] < 1.1 * float(floor)
+        and train_loss > 10 * noise_floor
+        and 0.9 * noise_floor < held_out_loss < 1.1 * noise_floor
     )
 
 
@@ -66,16 +78,18 @@ def test_learns(typed, name):
     saved = re.findall(r"epoch (\d+) saved to snapshot.pt", done.stdout)
     assert saved == ["10", "20", "30", "40", "50"]
     after = load(folder / "snapshot.pt")["MODEL_STATE"]["weight"]
-    assert not torch.isclose(objects_of(name)[2].weight, after).any()
+    _, _, model, *_ = objects_of(name)
+    assert not torch.isclose(model.weight, after).any()
 
 
 @pytest.mark.parametrize("name", real(SCRIPTS))
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
     _, done, _ = typed(name)
+    complaints = done.stderr
     if name in UNDER_TORCHRUN:  # torchrun says that it sets OMP_NUM_THREADS
-        done = done._replace(stderr=re.sub("(?m)^W.*run.py.*\n", "", done.stderr))
-    assert not done.stderr
+        complaints = re.sub("(?m)^W.*run.py.*\n", "", complaints)
+    assert not complaints
 
 
 @pytest.mark.parametrize("name", real(DISTRIBUTED))
@@ -120,7 +134,8 @@ def test_an_error_lets_gloos_threads_free_their_tensors():
     assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
-SAME = [(parent, child, 2) for parent, child in EDGES] + [(SINGLE, MULTIGPU, 4)]
+SAME = [(parent, child, 2) for parent, child in EDGES]
+SAME.append((SINGLE, MULTIGPU, 4))
 
 
 @pytest.mark.parametrize(("parent", "child", "nprocs"), SAME)
@@ -131,18 +146,18 @@ def test_same_training_as_its_parent(runs, parent, child, nprocs):
     """
     hooks = hooks_to_compare(child)
     if task_of(child) == task_of(parent):
-        others_folder, others_done = runs(parent, 2, hooks)
+        other_folder, other = runs(parent, 2, hooks)
     else:
-        others_folder, others_done = runs(child, 1, hooks)
+        other_folder, other = runs(child, 1, hooks)
     folder, done = runs(child, nprocs, hooks)
-    torch.testing.assert_close(losses(done), losses(others_done), rtol=1e-6, atol=2e-6)
-    mine, theirs = (weights(x / "snapshot.pt") for x in (folder, others_folder))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert_same_losses(losses(done), losses(other))
+    assert_same_weights(folder / "snapshot.pt", other_folder / "snapshot.pt")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_snapshot_holds_plain_keys(runs, name):
-    snapshot = load(runs(name)[0] / "snapshot.pt")
+    folder, _ = runs(name)
+    snapshot = load(folder / "snapshot.pt")
     keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
     assert list(snapshot)[:3] == keys, "a variant may add to them"
     snapshot = {key: snapshot[key] for key in keys}
@@ -151,10 +166,12 @@ def test_snapshot_holds_plain_keys(runs, name):
     assert snapshot["EPOCHS_RUN"] == 5
     assert len(snapshot["OPTIMIZER_STATE"]["state"]) == len(list(model.parameters()))
     if name in OF_THE_TRUNKS_TASK:
-        assert shape_of(snapshot) == shape_of(load(runs(SINGLE)[0] / "snapshot.pt"))
-    files = os.listdir(runs(name)[0])
+        folder_of_single, _ = runs(SINGLE)
+        expected = load(folder_of_single / "snapshot.pt")
+        assert shape_of(snapshot) == shape_of(expected)
     pattern = r"snapshot\.pt(\.csv|\.5\.\w{8})?"  # a log, a folder of parts
-    assert all(re.fullmatch(pattern, x) for x in files), "no left-overs"
+    for file in os.listdir(folder):
+        assert re.fullmatch(pattern, file), "no left-overs"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -167,18 +184,17 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, n
     folder, done, _ = killed(name)
     assert done.returncode == (1 if name in DISTRIBUTED else -signal.SIGKILL)
     assert load(folder / "snapshot.pt")["EPOCHS_RUN"] == 2
-    shutil.copytree(folder, tmp_path / "resumed")
-    args = (5, 2, "--batch-size", batch_size(name, 64))
-    done = train(ROOT / name, *args, cwd=tmp_path / "resumed")
+    resumed = tmp_path / "resumed"
+    shutil.copytree(folder, resumed)
+    size = batch_size(name, 64)
+    done = train(ROOT / name, 5, 2, "--batch-size", size, cwd=resumed)
     assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
     assert re.findall(r"(?m)^epoch (\d)/5", done.stdout) == ["3", "4", "5"]
-    undisturbed = runs(name)[0]
-    for path in filter(Path.is_file, undisturbed.iterdir()):
-        resumed = tmp_path / "resumed" / path.name
-        if path.suffix == ".pt":
-            assert same_bits(load(resumed), load(path))
-        else:  # a log
-            assert resumed.read_text() == path.read_text()
+    undisturbed, _ = runs(name)
+    mine = load(resumed / "snapshot.pt")
+    assert same_bits(mine, load(undisturbed / "snapshot.pt"))
+    for log in undisturbed.glob("*.csv"):
+        assert (resumed / log.name).read_text() == log.read_text()
 
 
 def test_any_script_continues_any_other(tmp_path):
@@ -189,19 +205,23 @@ def test_any_script_continues_any_other(tmp_path):
     """
     whole = tmp_path / "whole"
     whole.mkdir()
-    curve = losses(train(ROOT / SINGLE, 4, 4, "--batch-size", 64, cwd=whole))
+    done = train(ROOT / SINGLE, 4, 4, "--batch-size", 64, cwd=whole)
+    curve = losses(done)
     chain = [(SINGLE, 1), (MULTINODE, 2), (MULTIGPU, 4), (SINGLE, 1)]
     pieces = []
     for epoch, (name, nprocs) in enumerate(chain, start=1):
-        args = (epoch, 1, "--batch-size", 64 // nprocs)
-        pieces += losses(train(ROOT / name, *args, cwd=tmp_path, nprocs=nprocs))
-    torch.testing.assert_close(pieces, curve, rtol=1e-6, atol=2e-6)
-    mine, theirs = (weights(x / "snapshot.pt") for x in (tmp_path, whole))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        size = 64 // nprocs
+        done = train(
+            ROOT / name, epoch, 1, "--batch-size", size, cwd=tmp_path, nprocs=nprocs
+        )
+        pieces += losses(done)
+    assert_same_losses(pieces, curve)
+    assert_same_weights(tmp_path / "snapshot.pt", whole / "snapshot.pt")
 
 
 def test_a_finished_run_says_so(runs, copy_of):
-    path = copy_of(runs(MULTIGPU)[0])
+    folder, _ = runs(MULTIGPU)
+    path = copy_of(folder)
     before = path.read_bytes()
     done = train(ROOT / MULTIGPU, 5, 1, cwd=path.parent)
     line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
@@ -217,16 +237,37 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
     script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["timing:quick_stores"])
     env = environment(script, env)
-    both = [
-        Program(command(script, 1, 1, "--snapshot-path", f"{i}.pt"), tmp_path, **env)
-        for i in (0, 1)
-    ]
-    assert [x.finish().returncode for x in both] == [0, 0]
-    assert same_bits(load(tmp_path / "0.pt"), load(tmp_path / "1.pt"))
+    words = command(script, 1, 1, "--snapshot-path")
+    first = Program([*words, "first.pt"], tmp_path, **env)
+    second = Program([*words, "second.pt"], tmp_path, **env)
+    assert first.finish().returncode == 0
+    assert second.finish().returncode == 0
+    assert same_bits(load(tmp_path / "first.pt"), load(tmp_path / "second.pt"))
 
 
 # A run of a copy with a line added after each statement of `train`, a model with
 # BatchNorm, a loss that must be moved, and a CPU that is as strict as GPUs are
+
+
+def with_lines_added(text, name):
+    """(`text` with a line added after each statement of functions, their number)."""
+    functions = []
+    for node in ast.walk(ast.parse(text)):
+        if getattr(node, "name", "") == name:
+            functions.append(node)
+    statements = []
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.stmt) and node not in functions:
+                statements.append(node)
+    # From the last line to the first: those that are still to come keep their numbers.
+    # Of blocks that end together, what goes after the inner one comes first.
+    statements.sort(key=lambda node: (node.end_lineno, -node.col_offset))
+    lines = text.splitlines()
+    for number, statement in reversed(list(enumerate(statements))):
+        indent = " " * statement.col_offset
+        lines.insert(statement.end_lineno, f"{indent}passed.append({number})")
+    return "\n".join(lines) + "\n", len(statements)
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +280,14 @@ def changed(tmp_path_factory):
     @once
     def run(name):
         folder = tmp_path_factory.mktemp("changed")
-        hooks = [f"models:{x}" for x in ("batch_norm", "weighted_loss")]
-        hooks += [f"accelerators:{x}" for x in ("one", "strict")]
-        hooks += ["notes:lines", *hooks_to_compare(name)]
+        hooks = [
+            "models:batch_norm",
+            "models:weighted_loss",
+            "accelerators:one",
+            "accelerators:strict",
+            "notes:lines",
+            *hooks_to_compare(name),
+        ]
         script = plant(name, folder / "copy", hooks=hooks)
         text, count = with_lines_added(script.read_text(), "train")
         script.write_text(text)
@@ -258,29 +304,29 @@ def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
     On rank 0 alone, it would change what that rank does, with no error.
     """
     folder, _, _, count = changed(name)
-    files = sorted(folder.glob("noted.*.json"))
-    assert len(files) == (2 if name in DISTRIBUTED else 1)
-    passed = [json.loads(file.read_text()) for file in files]
+    ranks = 2 if name in DISTRIBUTED else 1
+    first, *others = noted(folder, ranks=ranks)
     assert count > 8
-    assert set(passed[0]) == set(range(count))
-    assert all(x == passed[0] for x in passed)
+    assert set(first) == set(range(count))
+    assert others == [first] * (ranks - 1)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_is_evaluated_is_what_is_saved(changed, name):
     """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
     folder, done, hooks, _ = changed(name)
-    load_train_objs = functools.partial(objects_of, name)
+    _, eval_set, model, loss_fn, _ = objects_of(name)
     if "float64" in hooks:
-        load_train_objs = functools.partial(to_float64, load_train_objs)
-    _, eval_set, model, loss_fn, _ = load_train_objs()
-    source, targets = (torch.stack(x) for x in zip(*eval_set, strict=True))
+        eval_set = double(eval_set)
+        model.double()
+    source, targets = stack(eval_set)
     norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
     model = torch.nn.Sequential(norm, model)
     model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
     model.eval()
-    loss = loss_fn(model(source), targets).item()
-    assert losses(done)[-1][1] == pytest.approx(loss, rel=1e-5)
+    expected = loss_fn(model(source), targets).item()
+    _, held_out_loss = losses(done)[-1]
+    assert held_out_loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)

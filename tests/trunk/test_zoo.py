@@ -20,6 +20,7 @@ pytest -s tests/trunk/test_zoo.py::test_every_case
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,18 +29,28 @@ from tests.helpers.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS
 from tools.run.processes import Program
 from tools.scripts import ROOT, ancestry, calls
 
+# {name in a row of OTHERWISE: scripts}
 GROUPS = {
     "all": NAMES,
-    "DDP": [x for x in NAMES if "DistributedDataParallel" in calls(x)],
+    "DDP": [name for name in NAMES if "DistributedDataParallel" in calls(name)],
     "sharded": ["variants/fsdp.py", "variants/sharded_snapshot.py"],
-} | {x.rpartition("/")[2].removesuffix(".py"): [x] for x in NAMES}
-UNUSED = [case for case in CASES if case.startswith("unused")]
-CASES_OF = (
-    {"optimizers": OPTIMIZERS, "unused": UNUSED, "others": NOT_MLP}
-    | {"with float32": ["float32", "mixed dtypes", "mixed in the root"]}
-    | {x: [x] for x in CASES}
-)
-CASES_ON = {2: [*CASES], 3: [x for x in CASES if x not in OPTIMIZERS]}
+}
+for name in NAMES:
+    GROUPS[Path(name).stem] = [name]
+# {name in a row of OTHERWISE: cases}
+CASES_OF = {
+    "optimizers": OPTIMIZERS,
+    "unused": [case for case in CASES if case.startswith("unused")],
+    "others": NOT_MLP,
+    "with float32": ["float32", "mixed dtypes", "mixed in the root"],
+}
+for case in CASES:
+    CASES_OF[case] = [case]
+# {number of ranks: cases}
+CASES_ON = {
+    2: list(CASES),
+    3: [case for case in CASES if case not in OPTIMIZERS],
+}
 # scripts | cases | how the outcome begins | why. Of several rows, the last one counts.
 # What differs does so by at most these shares, in its weights and in its losses. They
 # are half as large again as what was measured, on two ranks or on three.
@@ -95,10 +106,11 @@ def expected():
     """{(script, case): (how the outcome begins, why)}, for those in OTHERWISE."""
     found = {}
     for line in OTHERWISE.strip().splitlines():
-        scripts, cases, outcome, why = line.split(" | ")
-        scripts = [x for name in scripts.split(", ") for x in GROUPS[name]]
-        cases = [x for name in cases.split(", ") for x in CASES_OF[name]]
-        found |= dict.fromkeys(itertools.product(scripts, cases), (outcome, why))
+        its_scripts, its_cases, outcome, why = line.split(" | ")
+        for scripts in its_scripts.split(", "):
+            for cases in its_cases.split(", "):
+                pairs = itertools.product(GROUPS[scripts], CASES_OF[cases])
+                found |= dict.fromkeys(pairs, (outcome, why))
     return found
 
 
@@ -111,22 +123,25 @@ def fits(outcome, row):
     found = re.fullmatch(pattern, outcome)
     if not found:
         return False
-    pairs = zip(found.groups(), bounds.groups(), strict=True)
-    return all(float(apart) <= float(most) for apart, most in pairs)
+    of_weights, of_losses = map(float, found.groups())
+    most_of_weights, most_of_losses = map(float, bounds.groups())
+    return of_weights <= most_of_weights and of_losses <= most_of_losses
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, request):
     """`outcomes(ranks)`: {script: {case: outcome}} of the scripts that are tested."""
-    tests = [x for x in request.session.items if x.originalname == "test_every_case"]
-    tested = {test.callspec.params["script"] for test in tests}
-    names = [x for x in NAMES if any(x in ancestry(script) for script in tested)]
+    needed = set()
+    for test in request.session.items:
+        if test.originalname == "test_every_case":
+            needed.update(ancestry(test.callspec.params["script"]))
+    names = [name for name in NAMES if name in needed]
 
     @once
     def run(ranks):
         folder = tmp_path_factory.mktemp("zoo")
-        words = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"
-        words = [*words.split(), ",".join(names), ",".join(CASES_ON[ranks])]
+        start = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"
+        words = [*start.split(), ",".join(names), ",".join(CASES_ON[ranks])]
         # Not a fork: in one of some hundred process groups, it may hang.
         program = Program(words, folder, real=True, PYTHONPATH=ROOT)
         done = program.finish(timeout_s=1200)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import threading
 import types
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import parallel_apply
 
+from tests.helpers.checks import import_script
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
@@ -35,7 +37,7 @@ def test_every_batch_goes_through_the_wrapper(tmp_path):
     assert seen["wrapper"] == "DataParallel"
     assert seen["train"] == [60] * 34
     assert seen["eval"] == [60] * 8 + [32]
-    assert seen["calls"] == [["cpu", x] for x in seen["train"] + seen["eval"]]
+    assert seen["calls"] == [["cpu", size] for size in seen["train"] + seen["eval"]]
 
 
 def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
@@ -57,10 +59,9 @@ def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
 )
 def test_the_line_for_gpus(count, batch, line):
     """It only needs to know how many there are."""
-    from variants.data_parallel import describe_split
-
+    data_parallel = import_script(NAME)
     wrapper = types.SimpleNamespace(device_ids=list(range(count)))
-    assert describe_split(wrapper, batch) == f"DataParallel {line}"
+    assert data_parallel.describe_split(wrapper, batch) == f"DataParallel {line}"
 
 
 # Snapshots
@@ -80,24 +81,35 @@ def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(runs, tm
     torch.save(snapshot, tmp_path / "snapshot.pt")
     done = train(ROOT / NAME, 5, 2, "--batch-size", 64, cwd=tmp_path)
     assert len(losses(done)) == 3
-    assert same_bits(*(load(x / "snapshot.pt") for x in (tmp_path, runs(NAME)[0])))
+    undisturbed, _ = runs(NAME)
+    mine = load(tmp_path / "snapshot.pt")
+    assert same_bits(mine, load(undisturbed / "snapshot.pt"))
 
 
 # The loss, outside of the model and inside
+
+
+def numbers(line):
+    """Those in a line that the script of the page prints."""
+    return [float(text) for text in re.findall(r"[\d.]+", line)]
 
 
 @pytest.mark.parametrize(("batch", "gpus"), [(10, 4), (32, 4)])
 def test_a_loss_inside_is_another_one_if_the_pieces_differ(tmp_path, batch, gpus):
     """With equal pieces it is the same: this is why nobody notices."""
     script = ROOT / "docs/data_parallel/loss_inside.py"
-    lines = run_script(script, batch, gpus, cwd=tmp_path).stdout.splitlines()
-    *rows, apart = (x.replace("by", ":").rpartition(":")[2].split() for x in lines)
-    sizes, each, (outside,), (inside,) = ([float(x) for x in row] for row in rows)
-    weighted = sum(x * y for x, y in zip(sizes, each, strict=True)) / batch
-    assert outside == pytest.approx(weighted, abs=2e-6)
-    assert inside == pytest.approx(sum(each) / len(each), abs=2e-6)
-    even = sizes[0] == sizes[-1]
-    assert (abs(inside - outside) < 2e-6, apart == ["0.0%"]) == (even, even)
+    done = run_script(script, batch, gpus, cwd=tmp_path)
+    rows = [numbers(line) for line in done.stdout.splitlines()]
+    sizes, losses_of_pieces, (outside,), (inside,), (apart_percent,) = rows
+    loss_sum = 0
+    for size, loss in zip(sizes, losses_of_pieces, strict=True):
+        loss_sum += size * loss
+    assert outside == pytest.approx(loss_sum / batch, abs=2e-6)
+    mean = sum(losses_of_pieces) / len(losses_of_pieces)
+    assert inside == pytest.approx(mean, abs=2e-6)
+    pieces_are_equal = sizes[0] == sizes[-1]
+    assert (abs(inside - outside) < 2e-6) == pieces_are_equal
+    assert (apart_percent == 0) == pieces_are_equal
 
 
 # What was not run
@@ -108,15 +120,17 @@ def test_a_thread_does_not_know_the_precision():
 
     Its default is bfloat16. That of CUDA is float16.
     """
-    source, dtypes = torch.ones(1, 2), [torch.get_autocast_dtype("cuda")]
+    dtypes = []
 
     def worker():
         with torch.autocast("cpu", enabled=True):
-            dtypes.append(torch.nn.Linear(2, 2)(source).dtype)
+            output = torch.nn.Linear(2, 2)(torch.ones(1, 2))
+            dtypes.append(output.dtype)
 
     with torch.autocast("cpu", torch.float16):
         thread = threading.Thread(target=worker)
         thread.start()
         thread.join()
-    assert dtypes == [torch.float16, torch.bfloat16]
+    assert dtypes == [torch.bfloat16]
+    assert torch.get_autocast_dtype("cuda") == torch.float16
     assert ", enabled=autocast_enabled)" in inspect.getsource(parallel_apply)

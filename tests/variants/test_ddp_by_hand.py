@@ -1,20 +1,19 @@
 """Gradients averaged by hand: the weights of DDP, in the messages that are promised."""
 
-import json
-
 import pytest
 import torch
 
 from tests.conftest import once
+from tests.helpers.checks import help_of, noted
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
 
-NAME, PARENT = "variants/ddp_by_hand.py", "multigpu.py"
+NAME = "variants/ddp_by_hand.py"
+PARENT = "multigpu.py"
 SMALL = ("2**20", "2**11")  # --bucket-mb 1 means 2 kB: several buckets of a small model
 UNUSED = ("Parallel(self.model)", "Parallel(self.model, find_unused_parameters=True)")
 WAYS = [pytest.param((), id="plain"), pytest.param(("--bucket-mb", 1), id="buckets")]
-ODD = "ddp_by_hand:odd"
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +23,11 @@ def odd(tmp_path_factory):
     @once
     def run(name, nprocs, options, *changes):
         folder = tmp_path_factory.mktemp("odd")
-        script = plant(name, folder / "copy", *changes, hooks=[ODD])
-        size = ("--batch-size", 66 // nprocs)
-        how = {"nprocs": nprocs, "own_options": False}
-        done = train(script, 2, 2, *size, *options, cwd=folder, **how)
+        script = plant(name, folder / "copy", *changes, hooks=["ddp_by_hand:odd"])
+        options = ("--batch-size", 66 // nprocs, *options)
+        done = train(
+            script, 2, 2, *options, cwd=folder, nprocs=nprocs, own_options=False
+        )
         return load(folder / "snapshot.pt"), losses(done)
 
     return run
@@ -43,8 +43,9 @@ def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(odd, options, npro
     """
     mine = odd(NAME, nprocs, options, SMALL)
     ddp = odd(PARENT, nprocs, (), UNUSED)
+    alone = odd("single_gpu.py", 1, ())
     torch.testing.assert_close(mine, ddp, rtol=0, atol=2e-6)
-    torch.testing.assert_close(mine, odd("single_gpu.py", 1, ()), rtol=0, atol=5e-6)
+    torch.testing.assert_close(mine, alone, rtol=0, atol=5e-6)
 
 
 # Messages and bytes
@@ -55,9 +56,10 @@ LINEAR = "torch.nn.Linear(20, 1)"
 
 @pytest.fixture(scope="module")
 def events(tmp_path_factory):
-    """`events(name, *options)`: [(name, start, end, shapes)] of the second step.
+    """`events(name, options, *changes)`: the events of each rank's second step.
 
-    The model has eight layers of 420 weights, and a last one of 21.
+    An event is (name, start, end, shapes of its inputs), and they are in order. The
+    model has eight layers of 420 weights, and a last one of 21.
     """
 
     @once
@@ -65,37 +67,55 @@ def events(tmp_path_factory):
         folder = tmp_path_factory.mktemp("events")
         deep = (LINEAR, DEEP.format(LINEAR))
         script = plant(name, folder / "copy", deep, *changes, hooks=["ddp_by_hand"])
-        size = ("--batch-size", 1024, *options)
-        train(script, 2, 2, *size, cwd=folder, own_options=False)
-        found = [json.loads(x.read_text()) for x in folder.glob("events.*.json")]
-        assert len(found) == 2
-        return [sorted(x, key=lambda event: event[1]) for x in found]
+        options = ("--batch-size", 1024, *options)
+        train(script, 2, 2, *options, cwd=folder, own_options=False)
+        ranks = noted(folder, "events")
+        for its_events in ranks:
+            its_events.sort(key=lambda event: event[1])
+        return ranks
 
     return run
 
 
+def message_sizes(events):
+    """The numbers in each all-reduce."""
+    sizes = []
+    for name, _, _, shapes in events:
+        if name == "gloo:all_reduce":
+            sizes.append(shapes[0][0])
+    return sizes
+
+
 def messages(ranks):
     """The numbers in each all-reduce of a step, which is the same on all ranks."""
-    one, other = ([x[3][0][0] for x in y if x[0] == "gloo:all_reduce"] for y in ranks)
-    assert sorted(one) == sorted(other)
-    return one
+    first, second = map(message_sizes, ranks)
+    assert sorted(first) == sorted(second)
+    return first
 
 
 def hidden(ranks):
     """How many all-reduces were launched before the last layer's backward ended."""
-    launched = [x[1] for x in ranks[0] if x[0] == "c10d::allreduce_"]
-    computed = max(x[2] for x in ranks[0] if x[0].endswith(": AddmmBackward0"))
-    return sum(x < computed for x in launched)
+    launched = []
+    computed = []
+    for name, start, end, _ in ranks[0]:
+        if name == "c10d::allreduce_":
+            launched.append(start)
+        elif name.endswith(": AddmmBackward0"):
+            computed.append(end)
+    backward_ended = max(computed)
+    return sum(start < backward_ended for start in launched)
 
 
 BUCKETS = NAME, ("--bucket-mb", 1), SMALL
-GRADIENTS, PARAMETERS = 8 * 420 + 21, 18
+GRADIENTS = 8 * 420 + 21
+PARAMETERS = 18
 
 
 def test_plainly_each_gradient_is_a_message_after_backward(events):
     """With one number more, which says whether this rank has used the parameter."""
-    assert messages(events(NAME)) == [401, 21] * 8 + [21, 2]
-    assert hidden(events(NAME)) == 0
+    plain = events(NAME)
+    assert messages(plain) == [401, 21] * 8 + [21, 2]
+    assert hidden(plain) == 0
 
 
 def test_buckets_are_few_messages_and_leave_inside_backward(events):
@@ -103,18 +123,19 @@ def test_buckets_are_few_messages_and_leave_inside_backward(events):
 
     The last bucket is complete when backward is at its end.
     """
-    sent = messages(events(*BUCKETS))
-    assert sorted(sent) == [844, 844, 844, 867]
-    assert 2 <= hidden(events(*BUCKETS)) <= 3
+    in_buckets = events(*BUCKETS)
+    assert sorted(messages(in_buckets)) == [844, 844, 844, 867]
+    assert 2 <= hidden(in_buckets) <= 3
 
 
 def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(events):
     """Which sends one number for each parameter in a message more."""
-    ddp, finds = (messages(events(PARENT, (), *x)) for x in ((), (UNUSED,)))
+    ddp = messages(events(PARENT))
+    that_finds = messages(events(PARENT, (), UNUSED))
     assert ddp == [GRADIENTS]
-    assert sorted(finds) == [PARAMETERS, GRADIENTS]
-    total = GRADIENTS + PARAMETERS
-    assert sum(messages(events(NAME))) == sum(messages(events(*BUCKETS))) == total
+    assert sorted(that_finds) == [PARAMETERS, GRADIENTS]
+    assert sum(messages(events(NAME))) == GRADIENTS + PARAMETERS
+    assert sum(messages(events(*BUCKETS))) == GRADIENTS + PARAMETERS
 
 
 # What else it claims
@@ -131,8 +152,9 @@ def test_a_second_backward_in_a_step_is_refused(tmp_path):
 
 def test_help_and_bad_input(tmp_path):
     """No option is the plainest way, so 0 is an error."""
-    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
-    assert "bucket size (default: none, each gradient is sent alone" in words
+    shown = help_of(NAME, tmp_path)
+    assert "bucket size (default: none, each gradient is sent alone" in shown
     done = run_script(ROOT / NAME, 1, 1, "--bucket-mb", 0, cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert "argument --bucket-mb: '0' is not a whole number above 0" in done.stderr

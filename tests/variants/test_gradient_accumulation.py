@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.checks import help_of
 from tests.helpers.forked import in_a_fork
-from tools.run.launch import launch, plant, run_script, train
+from tools.run.launch import launch, plant, train
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -48,10 +49,12 @@ def watched(tmp_path):
         changes = (("self.epochs_run = 0", f"self.epochs_run = 0; {attach}"), *changes)
         script = plant(NAME, tmp_path / "copy", *changes)
         shutil.copytree(TOKENS.parent, tmp_path / "copy/docs/gradient_accumulation")
-        how = {"cwd": tmp_path, "real": ""}  # it refuses to save ranks that differ
-        done = launch(script, 1, 1, "--accumulate", accumulate, **how)
+        options = "--accumulate", accumulate
+        # It may end with an error, because it refuses to save ranks that differ.
+        done = launch(script, 1, 1, *options, cwd=tmp_path, real="")
         (line,) = re.findall(r"^per step.*", done.stdout, re.M)
-        return [float(x) for x in re.findall(r"\d+(?:\.\d+)?", line)]
+        numbers = re.findall(r"\d+(?:\.\d+)?", line)
+        return [float(number) for number in numbers]
 
     return run
 
@@ -61,7 +64,8 @@ def watched(tmp_path):
 )
 def test_one_all_reduce_of_the_whole_batchs_gradient(watched, accumulate, largest):
     """Autograd keeps the largest micro-batch: 20 features, an output and a target."""
-    assert watched(accumulate) == [1, ALL_REDUCE, 0, 0, largest * 22 * 4]
+    kept = largest * 22 * 4  # bytes
+    assert watched(accumulate) == [1, ALL_REDUCE, 0, 0, kept]
 
 
 def test_one_micro_batch_is_the_parent(runs, tmp_path):
@@ -74,30 +78,36 @@ def test_one_micro_batch_is_the_parent(runs, tmp_path):
 
 
 def test_help_says_what_is_cut(tmp_path):
-    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
-    assert "micro-batches that a process cuts its batch into (default: 1)" in words
+    line = "micro-batches that a process cuts its batch into (default: 1)"
+    assert line in help_of(NAME, tmp_path)
 
 
 # The mistakes that no error shows
 
 
 def test_no_sync_around_backward_alone_sends_every_micro_batch(watched):
-    assert watched(5, *BACKWARD_ONLY)[:4] == [5, 5 * ALL_REDUCE, 0, 0]
+    all_reduces, size, error, apart, _ = watched(5, *BACKWARD_ONLY)
+    assert all_reduces == 5
+    assert size == 5 * ALL_REDUCE
+    assert error == apart == 0
 
 
 @pytest.mark.waits
 def test_a_flag_set_between_forward_and_backward_lets_ranks_drift(watched):
     """DDP sends the first micro-batch's gradients alone; the others stay local."""
     all_reduces, size, error, apart, _ = watched(5, *BETWEEN)
-    assert (all_reduces, size) == (1, ALL_REDUCE)
-    assert error > 40 and apart > 0.1
+    assert all_reduces == 1
+    assert size == ALL_REDUCE
+    assert error > 40
+    assert apart > 0.1
 
 
 @pytest.mark.waits
 def test_divided_by_n_uneven_micro_batches_are_wrong(watched):
     """Right for equal pieces only."""
-    *_, error, apart, _ = watched(5, *BY_N)
-    assert error > 10 and apart == 0
+    _, _, error, apart, _ = watched(5, *BY_N)
+    assert error > 10
+    assert apart == 0
 
 
 # What a reader adds
@@ -109,8 +119,18 @@ def test_a_mean_over_tokens(tmp_path):
         words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}", str(TOKENS)]
         done = Program(words, tmp_path, OMP_NUM_THREADS=1).finish()
         assert done.returncode == 0, done.stdout + done.stderr
-        errors = [float(x) for x in re.findall(r"error (\S+) %", done.stdout)]
-        assert [x > 1 for x in errors] == [True, nprocs > 1, False]
+        errors = re.findall(r"error (\S+) %", done.stdout)
+        mean_of_means, by_its_own, by_all = map(float, errors)
+        assert mean_of_means > 1
+        assert (by_its_own > 1) == (nprocs > 1)
+        assert by_all <= 1
+
+
+def shown_on_the_page(word):
+    """The lines of Python on the page that have the word."""
+    fences = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (lines,) = (fence for fence in fences if word in fence)
+    return lines
 
 
 class Alone(torch.nn.Linear):
@@ -122,27 +142,32 @@ class Alone(torch.nn.Linear):
 @in_a_fork
 def test_groups_of_a_loader():
     """The page's lines, for ten batches of eight and one of five, four to a step."""
-    fences = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    (lines,) = (x for x in fences if "islice" in x)
-    data = torch.randn(85, 20), torch.randn(85, 1)
-    ended = []
-    for text, size in ((lines, 8), (lines.replace("ACCUMULATE", "1"), 32)):
+    lines = shown_on_the_page("islice")
+    source = torch.randn(85, 20)
+    targets = torch.randn(85, 1)
+
+    def trained(lines, size):
         torch.manual_seed(0)
         model = Alone(20, 1)
         names = {
-            "loader": list(zip(*(x.split(size) for x in data), strict=True)),
+            "loader": list(zip(source.split(size), targets.split(size), strict=True)),
             "ddp_model": model,
             "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             "ACCUMULATE": 4,
+            "F": F,
+            "contextlib": contextlib,
+            "itertools": itertools,
         }
-        exec(text, names | {"F": F, "contextlib": contextlib, "itertools": itertools})
-        ended.append(model.weight)
-    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-6)
+        exec(lines, names)
+        return model.weight
+
+    in_four = trained(lines, size=8)
+    in_one = trained(lines.replace("ACCUMULATE", "1"), size=32)
+    torch.testing.assert_close(in_four, in_one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.text
 def test_the_page_shows_lines_of_the_script():
     there = {line.strip() for line in TOKENS.read_text().splitlines()}
-    fences = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    (shown,) = (x for x in fences if "total" in x)
-    assert not [x for x in shown.splitlines() if x.strip() not in there]
+    for line in shown_on_the_page("total").splitlines():
+        assert line.strip() in there

@@ -4,7 +4,6 @@ That it trains as its parent does but for the precision is shown by the tests of
 scripts: they run it in float64, which autocast leaves alone.
 """
 
-import json
 import math
 import re
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
+from tests.helpers.checks import help_of, import_script, noted
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import hooks_to_compare, launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
@@ -22,17 +22,14 @@ NAME = "variants/mixed_precision.py"
 PARENT = "multigpu.py"
 FP16 = ("--precision", "fp16")
 STEPS = 32  # of an epoch with an effective batch of 64
-SPOILED = 40  # the step, of the second epoch, in which rank 1's samples are spoiled
-
-
-def noted(folder):
-    """What tests/hooks/mixed_precision.py has noted, for each of two ranks."""
-    return [json.loads((folder / f"noted.{x}.json").read_text()) for x in (0, 1)]
+SPOILED_STEP = 40  # of the second epoch: samples of rank 1 are a million times as large
+SPOILED = f"{SPOILED_STEP} 1 1e6"
 
 
 def skipped(done):
     """The skipped steps of each epoch, as printed."""
-    return [int(x) for x in re.findall(r"skipped steps (\d+)$", done.stdout, re.M)]
+    counts = re.findall(r"skipped steps (\d+)$", done.stdout, re.M)
+    return [int(count) for count in counts]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +40,12 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_float16(script, tmp_path_factory):
-    """`in_float16()`: (folder, Done) of five epochs.
-
-    In step 40, samples of rank 1 are too large.
-    """
+    """`in_float16()`: (folder, Done) of five epochs, with a spoiled step."""
 
     @once
     def run():
         folder = tmp_path_factory.mktemp("float16")
-        spoiled = f"{SPOILED} 1 1e6"
-        return folder, train(script, 5, 2, *FP16, cwd=folder, SPOILED=spoiled)
+        return folder, train(script, 5, 2, *FP16, cwd=folder, SPOILED=SPOILED)
 
     return run
 
@@ -86,7 +79,10 @@ def test_computes_in_it_trains_and_evaluates(in_bfloat16, in_float16, name):
 
 def test_bfloat16_stays_near_float32(runs):
     """Weights after 5 epochs: within 0.002 of the parent's, and not the same."""
-    parents, mine = (weights(runs(x)[0] / "snapshot.pt") for x in (PARENT, NAME))
+    folder, _ = runs(NAME)
+    parents_folder, _ = runs(PARENT)
+    mine = weights(folder / "snapshot.pt")
+    parents = weights(parents_folder / "snapshot.pt")
     assert 1e-5 < (mine - parents).abs().max() < 2e-3
 
 
@@ -97,26 +93,26 @@ def test_with_the_scaler_it_computes_what_the_parent_does(tmp_path):
     """
     step = "        self.optimizer.step()\n"
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
-    found = []
-    for name, changes, options in [
-        (PARENT, [(step, clip + step)], ()),
-        (NAME, [], (*FP16, "--clip", 0.5)),
-    ]:
-        folder = tmp_path / name
-        script = plant(name, folder / "copy", *changes, hooks=hooks_to_compare(NAME))
-        done = train(script, 2, 2, *options, cwd=folder)
-        found.append((losses(done), weights(folder / "snapshot.pt")))
+    hooks = hooks_to_compare(NAME)
+    folder = tmp_path / "parent"
+    parent = plant(PARENT, folder / "copy", (step, clip + step), hooks=hooks)
+    clipped = train(parent, 2, 2, cwd=folder)
+    script = plant(NAME, tmp_path / "copy", hooks=hooks)
+    done = train(script, 2, 2, *FP16, "--clip", 0.5, cwd=tmp_path)
     assert "loss scale 65536" in done.stdout
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-12)
+    assert losses(done) == losses(clipped)
+    mine = weights(tmp_path / "snapshot.pt")
+    parents = weights(folder / "snapshot.pt")
+    torch.testing.assert_close(mine, parents, rtol=0, atol=1e-12)
 
 
 def test_which_losses_are_in_float32():
     """Those of torch are. Yours may be in the precision of the model's output."""
-    output, targets = torch.nn.Linear(20, 10), torch.zeros(8, dtype=torch.int64)
+    model = torch.nn.Linear(20, 10)
+    targets = torch.zeros(8, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            logits = output(torch.randn(8, 20))
+            logits = model(torch.randn(8, 20))
             assert F.cross_entropy(logits, targets).dtype == torch.float32
             assert F.mse_loss(logits, logits.detach()).dtype == torch.float32
             assert logits.square().mean().dtype == dtype
@@ -132,12 +128,13 @@ def test_all_ranks_take_the_same_where_one_lacks_bfloat16(
     train(script, 1, 1, "--precision", precision, cwd=tmp_path, LACKING=1)
     for rank in noted(tmp_path):
         assert rank["outputs"] == [f"False torch.{taken}", f"True torch.{taken}"]
-    assert bool(load(tmp_path / "snapshot.pt")["SCALER_STATE"]) == (taken == "float16")
+    has_scale = bool(load(tmp_path / "snapshot.pt")["SCALER_STATE"])
+    assert has_scale == (taken == "float16")
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_that_imitates_bfloat16_does_not_have_it(monkeypatch, native):
-    from variants import mixed_precision
+    mixed_precision = import_script(NAME)
 
     def is_bf16_supported(including_emulation=True):
         return native or including_emulation
@@ -153,29 +150,42 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(in_float16):
     first, second = noted(folder)
     assert first["weights"] == second["weights"]
     assert first["scales"] == second["scales"]
-    scales, values = [65536, *first["scales"]], first["weights"]
-    skips = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
+    scale = 65536
+    weights_before = None
+    skips = []
+    steps = zip(first["scales"], first["weights"], strict=True)
+    for step, (new_scale, weights_after) in enumerate(steps, start=1):
+        if new_scale < scale:
+            skips.append(step)
+            assert new_scale == scale / 2
+            if step > 1:
+                assert weights_after == weights_before
+        scale = new_scale
+        weights_before = weights_after
     # At the start the scale is too large for this model, for some steps.
-    assert skips[-1] == SPOILED and skips[:-1] and max(skips[:-1]) < 10
-    for step in skips:
-        assert scales[step] == scales[step - 1] / 2
-        if step > 1:
-            assert values[step - 1] == values[step - 2]
-    assert skipped(done) == [len(skips) - 1, 1, 0, 0, 0]
+    *at_the_start, last = skips
+    assert at_the_start
+    assert max(at_the_start) < 10
+    assert last == SPOILED_STEP
+    assert skipped(done) == [len(at_the_start), 1, 0, 0, 0]
 
 
 def test_bfloat16_skips_no_step(in_bfloat16):
     """Nothing is scaled. A gradient that is no number spoils all, and ends the run."""
     folder, done = in_bfloat16()
-    assert {x for rank in noted(folder) for x in rank["scales"]} == {1}
+    for rank in noted(folder):
+        assert set(rank["scales"]) == {1}
     assert skipped(done) == [0]
     assert re.search(r"train loss nan .* held-out loss nan", done.stdout)
-    assert done.returncode == 2 and not (folder / "snapshot.pt").exists()
+    assert done.returncode == 2
+    assert not (folder / "snapshot.pt").exists()
 
 
 def test_a_loop_that_waits_once_and_counts_on_the_device(in_bfloat16, in_float16):
     """It is the scaler that waits, to ask whether to skip. To count takes no other."""
-    for folder, waits in ((in_float16()[0], 1), (in_bfloat16()[0], 0)):
+    float16, _ = in_float16()
+    bfloat16, _ = in_bfloat16()
+    for folder, waits in ((float16, 1), (bfloat16, 0)):
         for rank in noted(folder):
             assert set(rank["waits"]) == {waits}
             assert set(rank["zeros"]) == {"cpu"}
@@ -187,20 +197,24 @@ def test_clips_the_true_gradients(script, in_float16, tmp_path):
     first, second = noted(tmp_path)
     assert first["norms"][-10:] == pytest.approx([0.5] * 10, rel=1e-4)
     assert first["norms"][-10:] == second["norms"][-10:]
-    assert noted(in_float16()[0])[0]["norms"][9] > 5  # without --clip
+    not_clipped, _ = in_float16()
+    first, _ = noted(not_clipped)
+    assert first["norms"][9] > 5
 
 
 def test_resumed_in_float16_it_ends_with_the_same_bits(in_float16, script, tmp_path):
     """The scale, and the number of steps since it has changed."""
-    options = {"cwd": tmp_path, "SPOILED": f"{SPOILED} 1 1e6", "real": ""}
-    done = launch(script, 5, 2, *FP16, IN_STEP_80="raise", **options)
+    env = {"SPOILED": SPOILED, "IN_STEP_80": "raise"}
+    done = launch(script, 5, 2, *FP16, cwd=tmp_path, real="", **env)
     assert done.returncode == 1
     state = load(tmp_path / "snapshot.pt")["SCALER_STATE"]
-    assert state["_growth_tracker"] == 2 * STEPS - SPOILED
+    assert state["_growth_tracker"] == 2 * STEPS - SPOILED_STEP
     done = train(ROOT / NAME, 5, 2, *FP16, cwd=tmp_path)
     assert f"loss scale {state['scale']:g}\n" in done.stdout
     assert skipped(done) == [0, 0, 0]
-    assert same_bits(*(load(x / "snapshot.pt") for x in (tmp_path, in_float16()[0])))
+    undisturbed, _ = in_float16()
+    resumed = load(tmp_path / "snapshot.pt")
+    assert same_bits(resumed, load(undisturbed / "snapshot.pt"))
 
 
 @pytest.mark.waits
@@ -212,13 +226,14 @@ def test_each_precision_resumes_the_others(
     runs, in_float16, copy_of, saved_by, resumed_by, options
 ):
     """Where there is no scale, it is found again; bfloat16 has no use for one."""
-    saved = in_float16() if saved_by == "float16" else runs(saved_by)
-    path = copy_of(saved[0])
+    folder, saved = in_float16() if saved_by == "float16" else runs(saved_by)
+    path = copy_of(folder)
     done = train(ROOT / resumed_by, 6, 6, *options, cwd=path.parent)
     assert "\n5 of 6 epochs are finished in snapshot.pt\n" in done.stdout
     assert ("loss scale 65536\n" in done.stdout) == bool(options)
-    ((_, held_out),) = losses(done)
-    assert held_out < losses(saved[1])[-1][1]
+    ((_, held_out_loss),) = losses(done)
+    _, held_out_loss_before = losses(saved)[-1]
+    assert held_out_loss < held_out_loss_before
 
 
 # What a reader adds
@@ -231,24 +246,27 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
 
     If the other layer has an optimizer of its own, this one does not skip the step.
     """
-    parts = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
-    model = torch.nn.Sequential(*parts)
+    first = torch.nn.Linear(4, 4)
+    last = torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(first, last)
     with torch.no_grad():
-        parts[1].weight.fill_(1000)
-    parts[0].requires_grad_(case != "frozen")
+        last.weight.fill_(1000)
+    first.requires_grad_(case != "frozen")
     scaler = torch.GradScaler("cpu", init_scale=32768.0)
-    trained = parts if case in ("together", "apart") else parts[1:]
-    optimizers = [torch.optim.SGD(x.parameters(), lr=0.01) for x in trained]
+    trained = [first, last] if case in ("together", "apart") else [last]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in trained]
     with torch.autocast("cpu", torch.float16):
         output = model(torch.ones(8, 4))
     scaler.scale(output.float().mean()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    for clipped in parts if case == "apart" else [model]:
-        torch.nn.utils.clip_grad_norm_(clipped.parameters(), math.inf)
+    clipped = [first, last] if case == "apart" else [model]
+    for module in clipped:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), math.inf)
     for optimizer in optimizers:
         scaler.step(optimizer)
-    assert parts[1].bias.isnan().item() == (case in ("together", "not frozen"))
+    is_spoiled = last.bias.isnan().item()
+    assert is_spoiled == (case in ("together", "not frozen"))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +274,15 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
 )
 def test_bad_option(options, tmp_path):
     done = run_script(ROOT / NAME, 5, 1, *options.split(), cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert done.returncode == 2
+    assert not done.stdout
+    assert not list(tmp_path.iterdir())
     option, value = options.split()
     line = rf"mixed_precision.py: error: argument {option}: invalid .*'{value}'.*\n"
     assert re.fullmatch(line, done.stderr)
 
 
 def test_help(tmp_path):
-    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
-    assert "{auto,bf16,fp16} what autocast computes in (auto: bf16 if" in words
-    assert "--clip CLIP scale gradients of a larger norm down to this" in words
+    shown = help_of(NAME, tmp_path)
+    assert "{auto,bf16,fp16} what autocast computes in (auto: bf16 if" in shown
+    assert "--clip CLIP scale gradients of a larger norm down to this" in shown

@@ -13,14 +13,14 @@ import socket
 import sys
 
 import pytest
-import torch
 
 import utils
 from tests.conftest import needs_hosts
+from tests.helpers.checks import assert_same_weights, import_script, noted
 from tools.run.hosts import Hosts
 from tools.run.launch import command, environment, plant, train
 from tools.run.processes import Program, TimedOut
-from tools.run.results import load, weights
+from tools.run.results import load
 from tools.scripts import ROOT
 
 NAME = "variants/multinode_spawn.py"
@@ -45,20 +45,24 @@ def machine(nr, port, folder, *options, nodes=2, gpus=1, script=ROOT / NAME):
 
 
 def ended(machines, status=0):
-    """What they print, [(stdout, stderr)], once all have ended with this status."""
+    """[Done of each], once all have ended with this status."""
     try:
-        done = [x.finish(timeout_s=30) for x in machines]
+        all_done = [program.finish(timeout_s=30) for program in machines]
     except TimedOut as reason:
         pytest.fail(str(reason))
-    assert [x.returncode for x in done] == [status] * len(done), done
-    return [x[1:] for x in done]
+    for done in all_done:
+        assert done.returncode == status, all_done
+    return all_done
 
 
 def faults(machines):
     """The one line with which each of them refuses to start."""
-    lines = [stderr for _, stderr in ended(machines, status=2)]
-    assert all(x.startswith(ERROR) and x.count("\n") == 1 for x in lines), lines
-    return [x.removeprefix(ERROR).strip() for x in lines]
+    lines = []
+    for done in ended(machines, status=2):
+        assert done.stderr.startswith(ERROR)
+        assert done.stderr.count("\n") == 1, done.stderr
+        lines.append(done.stderr.removeprefix(ERROR).strip())
+    return lines
 
 
 def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
@@ -67,34 +71,44 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
     homes[0].mkdir()
     train(ROOT / "single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
     script = plant(NAME, tmp_path / "copy", hooks=["notes:device"])
-    how = {"gpus": 2, "script": script}
-    both = [machine(1, port, homes[1], "--batch-size", 16, **how)]
-    both[0].wait_for("waits for")
-    both.append(machine(0, port, homes[0], "--batch-size", 16, **how))
-    (second, _), (first, _) = ended(both)
-    assert "4 x cpu, batch 16 each: effective batch 64" in first
-    assert "epochs saved, by rank: [2, 2, -1, -1]. All take rank 0's" in first
-    assert second.count("\n") == 1, "it says that it waits, and nothing more"
+
+    def start(nr):
+        options = "--batch-size", 16
+        return machine(nr, port, homes[nr], *options, gpus=2, script=script)
+
+    second = start(1)
+    second.wait_for("waits for")
+    first = start(0)
+    first_done, second_done = ended([first, second])
+    shown = first_done.stdout
+    assert "4 x cpu, batch 16 each: effective batch 64" in shown
+    assert "epochs saved, by rank: [2, 2, -1, -1]. All take rank 0's" in shown
+    lines = second_done.stdout.splitlines()
+    assert len(lines) == 1, "it says that it waits, and nothing more"
     alone, _ = runs("single_gpu.py")
-    mine, theirs = (weights(x / "snapshot.pt") for x in (homes[0], alone))
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert_same_weights(homes[0] / "snapshot.pt", alone / "snapshot.pt")
     assert not (homes[1] / "snapshot.pt").exists(), "rank 0 alone saves"
     # The rank counts through all machines, the number of the device begins anew.
-    paths = [homes[rank // 2] / f"device.{rank}.json" for rank in range(4)]
-    noted = [json.loads(path.read_text()) for path in paths]
-    assert [x["local_rank"] for x in noted] == [0, 1, 0, 1]
-    assert [x["nprocs"] for x in noted] == [2] * 4, "a machine's cores are shared"
+    for rank, local_rank in enumerate([0, 1, 0, 1]):
+        path = homes[rank // 2] / f"device.{rank}.json"
+        device = json.loads(path.read_text())
+        assert device["local_rank"] == local_rank
+        assert device["nprocs"] == 2, "a machine's cores are shared"
 
 
 @pytest.mark.waits
 def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
-    """`--epochs N` is short for `N 1`; one machine needs no port that is agreed on."""
+    """`--epochs N` is short for `N 1`; one machine needs no address and no port."""
     words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
-    both = [[*words.split(), "--snapshot-path", f"{x}.pt"] for x in "ab"]
-    for stdout, stderr in ended([Program(x, tmp_path, PYTHONPATH=ROOT) for x in both]):
-        assert stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
-        assert "epochs saved, by rank" not in stdout and not stderr
-        assert stdout.count(" saved to ") == 5
+    words += " --master-addr no.such.host"
+    words = [*words.split(), "--snapshot-path"]
+    first = Program([*words, "first.pt"], tmp_path, PYTHONPATH=ROOT)
+    second = Program([*words, "second.pt"], tmp_path, PYTHONPATH=ROOT)
+    for done in ended([first, second]):
+        assert done.stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
+        assert "epochs saved, by rank" not in done.stdout
+        assert done.stdout.count(" saved to ") == 5
+        assert not done.stderr
 
 
 NR = "--nr is 0 on the first machine, and so on"
@@ -124,14 +138,15 @@ HELP = (
 
 @pytest.mark.parametrize("words", [*LINES, "--help"])
 def test_bad_argument_and_help(words, monkeypatch, capsys):
-    from variants import multinode_spawn
-
+    multinode_spawn = import_script(NAME)
     monkeypatch.setattr(sys, "argv", ["multinode_spawn.py", *words.split()])
     with pytest.raises(SystemExit):
         multinode_spawn.parse_args(utils.make_parser(multinode_spawn.__doc__))
     shown = capsys.readouterr()
     if words == "--help":
-        assert not [x for x in HELP if x not in " ".join(shown.out.split())]
+        help_text = " ".join(shown.out.split())
+        for line in HELP:
+            assert line in help_text
     else:
         assert shown.err == f"{ERROR}{LINES[words]}\n"
 
@@ -141,7 +156,8 @@ def test_a_machine_that_does_not_come_is_named(tmp_path, port):
     """On all machines, with the place where they wait. Waiting takes no CPU time."""
 
     def cpu_s():
-        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user, system
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
 
     began = cpu_s()
     (line,) = faults([machine(1, port, tmp_path, "--wait", 6)])
@@ -149,10 +165,14 @@ def test_a_machine_that_does_not_come_is_named(tmp_path, port):
     assert cpu_s() - began < 0.5
     began = cpu_s()
     # Machine 2 looks a second late: machine 0 keeps its store until then.
-    late = "time.sleep(0.2 + (args.nr == 2) * max(0, deadline - time.time() + 0.8))"
-    late = "time.sleep(0.2)\n    if fault", f"{late}\n    if fault"
-    how = {"nodes": 4, "script": plant(NAME, tmp_path / "copy", late)}
-    there = [machine(nr, port, tmp_path, "--wait", 6, **how) for nr in (2, 0)]
+    until_late = "max(0.2, deadline + 1 - time.time())"
+    sleep = f"time.sleep({until_late} if args.nr == 2 else 0.2)"
+    late = "time.sleep(0.2)\n    if fault", f"{sleep}\n    if fault"
+    script = plant(NAME, tmp_path / "copy", late)
+    there = []
+    for nr in (2, 0):
+        options = "--wait", 6
+        there.append(machine(nr, port, tmp_path, *options, nodes=4, script=script))
     line = f"after 6 s, not at localhost:{port}: machine 1, machine 3"
     assert faults(there) == [line] * 2
     assert cpu_s() - began < 1
@@ -178,7 +198,8 @@ def test_machines_with_different_files(changed, tmp_path, port):
         (tmp_path / "copy" / "utils.py").open("a").write("# with a change\n")
     pair = [machine(0, port, tmp_path), machine(1, port, tmp_path, script=script)]
     one, other = faults(pair)
-    assert one == other and one.startswith(f"the checksum of {changed} is ")
+    assert one == other
+    assert one.startswith(f"the checksum of {changed} is ")
 
 
 @pytest.mark.waits
@@ -190,11 +211,13 @@ def test_what_machines_may_have_of_their_own(tmp_path, port):
     script = plant(NAME, tmp_path / "copy", hooks=["notes:store"])
     own = ["--snapshot-path", "own.pt", "--master_addr", "127.0.0.2", "--wait", 19]
     own += ["--device", "cpu"]  # what `auto` means on the other
-    how = {"script": script}
-    ended([machine(0, port, tmp_path, **how), machine(1, port, tmp_path, *own, **how)])
-    hosts = [json.loads((tmp_path / f"store.{x}.json").read_text()) for x in (0, 1)]
+    first = machine(0, port, tmp_path, script=script)
+    second = machine(1, port, tmp_path, *own, script=script)
+    ended([first, second])
+    hosts = noted(tmp_path, "store")
     assert hosts == ["localhost", "127.0.0.2"], "each connects to where it is told"
-    assert [x.name for x in tmp_path.glob("*.pt")] == ["snapshot.pt"]
+    (saved,) = tmp_path.glob("*.pt")
+    assert saved.name == "snapshot.pt"
 
 
 @pytest.mark.waits
@@ -203,18 +226,17 @@ def test_an_address_that_cannot_be_used(nr, tmp_path):
     """The port of machine 0 is taken; machine 1 is not answered, as by a firewall."""
     with (
         socket.create_server(("", 0), backlog=0) as server,
-        contextlib.ExitStack() as s,
+        contextlib.ExitStack() as stack,
     ):
-        place = "localhost", server.getsockname()[1]
+        _, port = server.getsockname()
         for _ in range(4):  # until the kernel lets nobody else wait
-            client = s.enter_context(socket.socket())
+            client = stack.enter_context(socket.socket())
             client.setblocking(False)
-            client.connect_ex(place)
-        (line,) = faults([machine(nr, place[1], tmp_path, "--wait", 2)])
-    reason = "timed out" if nr else "[Errno 98] Address already in use"
-    assert line.startswith(
-        f"localhost:{place[1]} should be machine 0's address: {reason}"
-    )
+            client.connect_ex(("localhost", port))
+        (line,) = faults([machine(nr, port, tmp_path, "--wait", 2)])
+    reason = "timed out" if nr == 1 else "[Errno 98] Address already in use"
+    start = f"localhost:{port} should be machine 0's address: "
+    assert line.startswith(start + reason)
 
 
 @pytest.mark.waits
@@ -229,16 +251,20 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
         words = command(script, total, 2, *options, nprocs=1)
         return host.start(words, **environment(script, env))
 
-    with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
-        first, _ = (on_host(x, nr, 10**6, slow) for nr, x in enumerate(hosts))
+    with Hosts(2, tmp_path / "disk", own_disks=True) as (host0, host1):
+        first = on_host(host0, 0, 10**6, slow)
+        on_host(host1, 1, 10**6, slow)
         first.wait_for("epoch 3/")
-        hosts[1].kill()
+        host1.kill()
         assert first.finish().returncode == 1
         assert "Connection" in first.output  # closed or reset by peer
-        saved = load(hosts[0].folder / "snapshot.pt")["EPOCHS_RUN"]
-        hosts[1].boot()
-        jobs = [on_host(x, nr, saved + 1, ROOT / NAME) for nr, x in enumerate(hosts)]
-        assert [job.finish().returncode for job in jobs] == [0, 0], jobs[0].output
+        saved = load(host0.folder / "snapshot.pt")["EPOCHS_RUN"]
+        host1.boot()
+        end = saved + 1
+        first = on_host(host0, 0, end, ROOT / NAME)
+        second = on_host(host1, 1, end, ROOT / NAME)
+        assert first.finish().returncode == 0, first.output
+        assert second.finish().returncode == 0, first.output
         line = f"epochs saved, by rank: [{saved}, -1]. All take rank 0's"
-        assert line in jobs[0].output
-        assert f"epoch {saved + 1}/{saved + 1}" in jobs[0].output
+        assert line in first.output
+        assert f"epoch {end}/{end}" in first.output

@@ -1,5 +1,6 @@
 """preemptible.py: told to stop, it saves inside the epoch and resumes at that step."""
 
+import itertools
 import os
 import re
 import uuid
@@ -7,6 +8,7 @@ import uuid
 import pytest
 import torch
 
+from tests.helpers.checks import import_script
 from tools.run.launch import command, environment, home, launch, plant
 from tools.run.processes import Program, left_over
 from tools.run.results import load, same_bits, weights
@@ -22,27 +24,43 @@ def ranks(script, *arguments, cwd, nprocs=2, **env):
 
     Each rank is a fork in a folder of its own, `cwd`/RANK.
     """
-    env |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"WORLD_SIZE": nprocs, "PYTHONPATH": home(script)}
     words = ["python", script, *arguments]
     store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    env |= {
+        "WORLD_SIZE": nprocs,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONPATH": home(script),
+    }
     forks = []
     for rank in range(nprocs):
         folder = cwd / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
-        where = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": store.port}
-        forks.append(Program(words, folder, **env, **where))
+        fork = Program(words, folder, **env, RANK=rank, LOCAL_RANK=rank)
+        forks.append(fork)
     return [fork.finish() for fork in forks]
 
 
 def position(path):
-    return load(path)["EPOCHS_RUN"], load(path)["SAMPLES_RUN"]
+    snapshot = load(path)
+    return snapshot["EPOCHS_RUN"], snapshot["SAMPLES_RUN"]
+
+
+def assert_they_end(done):
+    """All ranks end well."""
+    for rank in done:
+        assert rank.returncode == 0, done
 
 
 def trained(folder):
     """[(EPOCHS_RUN, sample)] of all steps of all ranks."""
-    lines = [x.split() for y in folder.glob("*/trained") for x in y.open()]
-    return [(int(x[0]), int(index)) for x in lines for index in x[2:]]
+    found = []
+    for file in folder.glob("*/trained"):
+        for line in file.read_text().splitlines():
+            epoch, _, *samples = map(int, line.split())
+            found += [(epoch, sample) for sample in samples]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +78,14 @@ def preempt(script, tmp_path):
         path = tmp_path / "snapshot.pt"
         args = (*args, "--snapshot-path", path)
         done = ranks(script, *args, cwd=tmp_path, **{"P": 0} | env)
-        assert {x.returncode for x in done} == {os.EX_TEMPFAIL}, done
-        assert f"\npreempted after {expect[1]} samples" in done[0].stdout
+        for rank in done:
+            assert rank.returncode == os.EX_TEMPFAIL, done
+        _, samples = expect
+        shown = done[0].stdout
+        assert f"\npreempted after {samples} samples" in shown
         (tmp_path / "snapshot.pt.preempted").unlink()
         assert position(path) == expect
-        return done[0].stdout
+        return shown
 
     return get
 
@@ -90,19 +111,22 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert RESUMED.format(2, 5, path, 1024) in done.stdout
     epochs = re.findall(r"epoch (\d)/5 .* (\S+) samples/s", done.stdout)
     assert epochs == [("3", "1,024"), ("4", "2,048"), ("5", "2,048")]
-    assert same_bits(load(path), load(runs(NAME)[0] / "snapshot.pt"))
+    undisturbed, _ = runs(NAME)
+    assert same_bits(load(path), load(undisturbed / "snapshot.pt"))
 
 
 @pytest.mark.waits
 def test_weights_that_are_nan_are_not_saved_at_sigterm(tmp_path):
     """They become NaN in the third epoch, and SIGTERM comes in its step 80."""
     step = "        self.optimizer.step()\n"
-    nan = "        self.epochs_run == 2 and self.model.weight.data.fill_(torch.nan)\n"
-    hooks, path = ["faults:in_step_80"], tmp_path / "snapshot.pt"
-    script = plant(NAME, tmp_path / "copy", (step, step + nan), hooks=hooks)
-    args = (script, 5, 1, "--snapshot-path", path)
-    done = ranks(*args, cwd=tmp_path, IN_STEP_80="sigterm")
-    assert [x.returncode for x in done] == [2, 2], done
+    nan = "self.model.weight.data.fill_(torch.nan)"
+    in_third_epoch = f"        if self.epochs_run == 2: {nan}\n"
+    changes = [(step, step + in_third_epoch)]
+    script = plant(NAME, tmp_path / "copy", *changes, hooks=["faults:in_step_80"])
+    path = tmp_path / "snapshot.pt"
+    args = (5, 1, "--snapshot-path", path)
+    done = ranks(script, *args, cwd=tmp_path, IN_STEP_80="sigterm")
+    assert [rank.returncode for rank in done] == [2, 2], done
     line = "error: epoch 2: loss 0.000000, weights by rank nan, nan, not saved to "
     assert f"{line}{path}" in done[0].stderr
     assert position(path) == (2, 0)
@@ -115,8 +139,9 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     hooks = ["timing:slow_save", "faults:in_step_80"]
     script = plant(NAME, tmp_path / "copy", hooks=hooks)
     mark = uuid.uuid4().hex
-    words = ["python", IMPATIENT, *command(script, 5, 5)[1:]]
-    env = {"MARK": mark, "IN_STEP_80": "sigterm"} | environment(script, {})
+    _, *arguments = command(script, 5, 5)  # of torchrun
+    words = ["python", IMPATIENT, *arguments]
+    env = environment(script, {"MARK": mark, "IN_STEP_80": "sigterm"})
     done = Program(words, tmp_path, real=True, **env).finish()
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert not left_over(mark)
@@ -129,10 +154,11 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(script, preempt, tmp_path):
 
     Each time one rank alone is told. With dropout, the weights end bit-identical.
     """
-    whole, path = tmp_path / "whole", tmp_path / "snapshot.pt"
-    args = (5, 2, "--snapshot-path")
-    undisturbed = ranks(script, *args, whole / "snapshot.pt", cwd=whole, P=0.1)
-    assert [x.returncode for x in undisturbed] == [0, 0]
+    whole = tmp_path / "whole"
+    path = tmp_path / "snapshot.pt"
+    args = (script, 5, 2, "--snapshot-path")
+    undisturbed = ranks(*args, whole / "snapshot.pt", cwd=whole, P=0.1)
+    assert_they_end(undisturbed)
     stops = [
         ("0 320 1", (0, 384)),
         ("0 384 0", (0, 448)),
@@ -140,23 +166,26 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(script, preempt, tmp_path):
         ("3 2048 0", (4, 0)),
         ("4 960 1", (4, 1024)),
     ]
-    outputs, before = [], (0, 0)
+    shown = ""
+    epochs_run = 0
+    samples_run = 0
     for told, expect in stops:
-        outputs.append(preempt(5, 2, expect=expect, TOLD=told, P=0.1))
-        assert RESUMED.format(before[0], 5, path, before[1]) in outputs[-1]
-        before = expect
+        output = preempt(5, 2, expect=expect, TOLD=told, P=0.1)
+        assert RESUMED.format(epochs_run, 5, path, samples_run) in output
+        shown += output
+        epochs_run, samples_run = expect
     # Told while it evaluates for the last time, it ends as if it had not been told.
-    done = ranks(script, *args, path, cwd=tmp_path, P=0.1, TOLD="4 2048 0")
-    assert [x.returncode for x in done] == [0, 0]
+    done = ranks(*args, path, cwd=tmp_path, P=0.1, TOLD="4 2048 0")
+    assert_they_end(done)
     assert not (tmp_path / "snapshot.pt.preempted").exists()
-    outputs.append(done[0].stdout)
+    shown += done[0].stdout
     for rank in "01":
         steps = (whole / rank / "trained").read_text()
         assert (tmp_path / rank / "trained").read_text() == steps
     epochs = r"epoch (\d)/5 .* held-out loss (\S+)"
     curve = re.findall(epochs, undisturbed[0].stdout)
     assert len(curve) == 5
-    assert re.findall(epochs, "".join(outputs)) == curve
+    assert re.findall(epochs, shown) == curve
     assert same_bits(load(path), load(whole / "snapshot.pt"))
 
 
@@ -174,24 +203,26 @@ def test_the_rest_of_an_epoch_on_more_processes_or_fewer(
 ):
     """2 x 32, 4 x 16, 1 x 64: each sample once, and the model of one process."""
     preempt(5, 5, expect=(2, 1024), TOLD="2 960 1")
-    options = {"nprocs": 4, "expect": (2, 1536), "TOLD": "2 1472 3"}
-    preempt(5, 5, "--batch-size", 16, **options)
+    four = {"nprocs": 4, "expect": (2, 1536), "TOLD": "2 1472 3"}
+    preempt(5, 5, "--batch-size", 16, **four)
     path = tmp_path / "snapshot.pt"
     args = (5, 5, "--batch-size", 64, "--snapshot-path", path)
-    (done,) = ranks(script, *args, cwd=tmp_path, nprocs=1, P=0)
-    assert done.returncode == 0, done.stderr
-    everything = [(epoch, sample) for epoch in range(5) for sample in range(2048)]
-    assert sorted(trained(tmp_path)) == everything
-    alone = weights(runs("single_gpu.py")[0] / "snapshot.pt")
+    done = ranks(script, *args, cwd=tmp_path, nprocs=1, P=0)
+    assert_they_end(done)
+    each_sample_once = list(itertools.product(range(5), range(2048)))
+    assert sorted(trained(tmp_path)) == each_sample_once
+    folder, _ = runs("single_gpu.py")
+    alone = weights(folder / "snapshot.pt")
     mine = weights(path)[-len(alone) :]  # without those of the hook
     torch.testing.assert_close(mine, alone, rtol=0, atol=1e-6)
 
 
 def test_the_sampler_leaves_out_what_is_trained():
     """And nothing, where nobody says that something is. What is left, it counts."""
-    from variants.preemptible import ResumableSampler
-
-    sampler = ResumableSampler(range(10), num_replicas=2, rank=1, shuffle=False)
+    preemptible = import_script(NAME)
+    sampler = preemptible.ResumableSampler(
+        range(10), num_replicas=2, rank=1, shuffle=False
+    )
     assert list(sampler) == [1, 3, 5, 7, 9]
     sampler.start = 3
     assert list(sampler) == [7, 9]
@@ -201,13 +232,14 @@ def test_the_sampler_leaves_out_what_is_trained():
 @pytest.mark.waits
 def test_no_step_is_left_of_the_epoch(script, preempt, tmp_path):
     """64 samples are left, and the next run's steps have 128: the epoch has no step."""
-    options = {"nprocs": 1, "expect": (0, 1984), "TOLD": "0 1920 0"}
-    preempt(2, 2, "--batch-size", 64, **options)
-    args = (2, 2, "--batch-size", 64, "--snapshot-path", tmp_path / "snapshot.pt")
+    one = {"nprocs": 1, "expect": (0, 1984), "TOLD": "0 1920 0"}
+    preempt(2, 2, "--batch-size", 64, **one)
+    path = tmp_path / "snapshot.pt"
+    args = (2, 2, "--batch-size", 64, "--snapshot-path", path)
     done = ranks(script, *args, cwd=tmp_path, P=0)
-    assert [x.returncode for x in done] == [0, 0], done
+    assert_they_end(done)
     assert re.search(r"epoch 1/2 \| train loss 0.0+ \| held-out", done[0].stdout)
-    assert position(tmp_path / "snapshot.pt") == (2, 0)
+    assert position(path) == (2, 0)
     assert len(trained(tmp_path)) == 1984 + 2048
 
 
@@ -221,14 +253,17 @@ NEWEST = [
 @pytest.mark.parametrize(("first", "second"), NEWEST)
 def test_the_newest_snapshot_is_told_by_its_samples_too(runs, tmp_path, first, second):
     """Each rank has its own disk. A snapshot of multinode.py will do as well."""
+    folder, _ = runs("multinode.py")
+    snapshot = load(folder / "snapshot.pt")
     for rank, counts in enumerate((first, second)):
-        (tmp_path / str(rank)).mkdir()
-        path = tmp_path / str(rank) / "snapshot.pt"
+        disk = tmp_path / str(rank)
+        disk.mkdir()
         if counts:
-            torch.save(load(runs("multinode.py")[0] / "snapshot.pt") | counts, path)
-    epochs, samples = second["EPOCHS_RUN"], second.get("SAMPLES_RUN", 0)
+            torch.save(snapshot | counts, disk / "snapshot.pt")
+    epochs = second["EPOCHS_RUN"]
+    samples = second.get("SAMPLES_RUN", 0)
     done = ranks(ROOT / NAME, epochs + 1, 5, cwd=tmp_path)
-    assert [x.returncode for x in done] == [0, 0], done
+    assert_they_end(done)
     assert "All take rank 1's\n" in done[0].stdout
     line = RESUMED.format(epochs, epochs + 1, "snapshot.pt", samples)
     assert line in done[0].stdout

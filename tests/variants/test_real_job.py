@@ -1,7 +1,6 @@
 """real_job.py: a schedule that resumes, clipping, accuracy, random workers, a log."""
 
 import csv
-import json
 import math
 import os
 import re
@@ -12,13 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.conftest import once
-from tools.run.launch import (
-    command,
-    environment,
-    objects_of,
-    plant,
-    train,
-)
+from tests.helpers.checks import import_script, noted, stack
+from tools.run.launch import command, environment, objects_of, plant, train
 from tools.run.processes import Program, left_over
 from tools.run.results import load
 
@@ -28,21 +22,20 @@ STEPS = 22  # of an epoch with an effective batch of 64
 
 def rows(folder, name="snapshot.pt.csv"):
     """The lines of the log, as dicts of floats."""
+    found = []
     with open(folder / name, newline="") as file:
-        return [{x: float(row[x]) for x in row} for row in csv.DictReader(file)]
-
-
-def noted(folder):
-    """What tests/hooks/real_job.py has noted, for each of two ranks."""
-    return [json.loads((folder / f"noted.{rank}.json").read_text()) for rank in "01"]
+        for row in csv.DictReader(file):
+            found.append({column: float(text) for column, text in row.items()})
+    return found
 
 
 def expected_rates(total_steps):
     """The learning rate of each step as the chapter describes it."""
     rates = []
     for step in range(total_steps):
+        warm_up = min((step + 1) / (total_steps / 10), 1)
         cosine = (1 + math.cos(math.pi * step / total_steps)) / 2
-        rates.append(0.01 * cosine * min((step + 1) / (total_steps / 10), 1))
+        rates.append(0.01 * warm_up * cosine)
     return rates
 
 
@@ -78,40 +71,45 @@ def two_epochs(tmp_path_factory):
 def test_the_learning_rate_of_each_step(two_epochs):
     """It rises for a tenth of the steps and follows a cosine, the same on each rank."""
     expected = pytest.approx(expected_rates(2 * STEPS))
-    assert [x["rates"] for x in noted(two_epochs())] == [expected] * 2
+    for rank in noted(two_epochs()):
+        assert rank["rates"] == expected
 
 
 def test_accuracy_counts_each_sample_once(two_epochs):
     """Of 17 samples, a third with wrong labels, that two ranks cannot share equally."""
     _, eval_set, model, *_ = objects_of(NAME)
     model.load_state_dict(load(two_epochs() / "snapshot.pt")["MODEL_STATE"])
-    source, targets = map(torch.stack, zip(*eval_set[:17], strict=True))
+    source, targets = stack(eval_set[:17])
     targets[::3] = (targets[::3] + 1) % 10
-    right = int((model(source).argmax(1) == targets).sum())
-    assert rows(two_epochs(), "snapshot.pt.csv.0")[-1]["accuracy"] == right / 17
+    right = (model(source).argmax(1) == targets).sum().item()
+    last = rows(two_epochs(), "snapshot.pt.csv.0")[-1]
+    assert last["accuracy"] == right / 17
     assert 0 < right < 17, "or a mean of means could be as good"
 
 
 def test_each_epoch_has_noise_of_its_own(two_epochs):
     """No two images that the ranks train on are equal, in two epochs."""
-    images = [x for rank in noted(two_epochs()) for x in rank["images"]]
-    assert len({*images}) == len(images) == 2 * STEPS * 64
+    first, second = noted(two_epochs())
+    images = first["images"] + second["images"]
+    assert len(set(images)) == len(images) == 2 * STEPS * 64
 
 
 def test_two_workers_of_each_rank_live_on(two_epochs):
     """And two more load what is held out, from the first evaluation on."""
-    for first, second in [x["workers"] for x in noted(two_epochs())]:
-        assert len(first) == 2
-        assert len(second) == 4 and {*first} < {*second}
-        assert {*second.values()} == {"forkserver"}, "forked, they may hang"
     for rank in noted(two_epochs()):
+        first, second = rank["workers"]
+        assert len(first) == 2
+        assert len(second) == 4
+        assert first.keys() < second.keys()
+        assert set(second.values()) == {"forkserver"}, "forked, they may hang"
         assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
         assert rank["preload"] == ["torch"], "or each worker imports it"
 
 
 def test_loaders_leave_the_random_numbers_of_dropout_alone(two_epochs):
     """A new loader draws a seed for its workers, and one that lives on does not."""
-    assert [x["untouched"] for x in noted(two_epochs())] == [[True] * 2 * STEPS] * 2
+    for rank in noted(two_epochs()):
+        assert rank["untouched"] == [True] * 2 * STEPS
 
 
 @pytest.mark.waits
@@ -126,7 +124,8 @@ def test_a_killed_rank_leaves_no_worker(tmp_path):
 
 def test_one_rank_writes_the_log(two_epochs):
     """The other, which would write a file of its own here, does not."""
-    assert [x.name for x in two_epochs().glob("*.csv*")] == ["snapshot.pt.csv.0"]
+    (log,) = two_epochs().glob("*.csv*")
+    assert log.name == "snapshot.pt.csv.0"
     first, second = rows(two_epochs(), "snapshot.pt.csv.0")
     assert list(first)[2:] == ["train loss", "held-out loss", "accuracy"]
     rates = [first["learning rate"], second["learning rate"]]
@@ -148,7 +147,8 @@ def test_a_huge_gradient_is_clipped(tmp_path):
 @pytest.mark.waits
 def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
     """An epoch has twice as many steps then. Another script's snapshot has no log."""
-    path = copy_of(runs(NAME)[0])
+    folder, _ = runs(NAME)
+    path = copy_of(folder)
     folder = path.parent
     snapshot = load(path)
     del snapshot["LOG"]
@@ -158,8 +158,9 @@ def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
     assert len(re.findall("(?m)^lr is .* by schedule, ", done.stdout)) == 1
     steps = 1437 // 32
     expected = pytest.approx(expected_rates(8 * steps)[5 * steps :])
-    assert [x["rates"] for x in noted(folder)] == [expected] * 2
-    assert [x["epoch"] for x in rows(folder, "snapshot.pt.csv.0")] == [6, 7, 8]
+    for rank in noted(folder):
+        assert rank["rates"] == expected
+    assert [row["epoch"] for row in rows(folder, "snapshot.pt.csv.0")] == [6, 7, 8]
 
 
 # The data, and its random numbers
@@ -172,21 +173,26 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
         monkeypatch.setitem(sys.modules, "sklearn", None)  # cannot be imported
     else:
         pytest.importorskip("sklearn", reason="needs tests/requirements.txt")
-    from variants import real_job
-
+    real_job = import_script(NAME)
     train_set, held_out = real_job.load_digits()
-    assert (len(train_set), len(held_out)) == (1437, 360)
-    source, targets = map(torch.stack, zip(*held_out, strict=True))
-    clean, labels = map(torch.stack, zip(*train_set.data, strict=True))
-    assert (source.dtype, targets.dtype) == (torch.float32, torch.int64)
-    assert sorted({*targets.tolist()}) == list(range(10))
-    assert len({tuple(x.tolist()) for x in [*clean, *source]}) > 1790, "none in both"
-    assert torch.equal(real_job.load_digits()[1][0][0], source[0]), "each time"
-    noise = torch.stack([x for x, _ in train_set]) - clean
+    assert len(train_set) == 1437
+    assert len(held_out) == 360
+    source, targets = stack(held_out)
+    clean, labels = stack(train_set.data)
+    assert source.dtype == torch.float32
+    assert targets.dtype == torch.int64
+    assert set(targets.tolist()) == set(range(10))
+    different = {tuple(image.tolist()) for image in [*clean, *source]}
+    assert len(different) > 1790, "none in both"
+    _, again = real_job.load_digits()
+    assert torch.equal(again[0][0], source[0]), "each time"
+    noisy, _ = stack(train_set)
+    noise = noisy - clean
     assert noise.std().item() == pytest.approx(0.1, rel=0.01)
     # What can be reached: the mean image of each class that is nearest.
     means = torch.stack([clean[labels == digit].mean(0) for digit in range(10)])
-    assert (torch.cdist(source, means).argmin(1) == targets).double().mean() >= right
+    nearest = torch.cdist(source, means).argmin(1)
+    assert (nearest == targets).double().mean() >= right
 
 
 class Drawing(Dataset):  # each sample: its index, a random number, its process
@@ -199,9 +205,9 @@ class Drawing(Dataset):  # each sample: its index, a random number, its process
 
 def epochs(ranks=1, **workers):
     """[{sample: number}] of two epochs, and the processes that drew them."""
-    from variants import real_job
-
-    drawn, pids = [{}, {}], [set(), set()]
+    real_job = import_script(NAME)
+    drawn = [{}, {}]
+    pids = [set(), set()]
     for rank in range(ranks):
         data = real_job.SeededDataset(Drawing())
         sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
@@ -219,17 +225,19 @@ def epochs(ranks=1, **workers):
 def test_random_numbers_follow_from_epoch_and_sample():
     """In this process, in two workers that live on, and on two ranks."""
     drawn, _ = epochs()
-    assert len({*drawn[0].values(), *drawn[1].values()}) == 24, "all differ"
+    first, second = drawn
+    assert len({*first.values(), *second.values()}) == 24, "all differ"
     by_two, pids = epochs(num_workers=2, persistent_workers=True)
-    assert pids[0] == pids[1] and len(pids[0]) == 2, "the same two processes"
+    assert pids[0] == pids[1], "the same processes"
+    assert len(pids[0]) == 2
     assert by_two == drawn
-    assert epochs(ranks=2, num_workers=1, persistent_workers=True)[0] == drawn
+    on_two_ranks, _ = epochs(ranks=2, num_workers=1, persistent_workers=True)
+    assert on_two_ranks == drawn
 
 
 def test_drawing_for_a_sample_leaves_other_random_numbers_alone(monkeypatch):
     """Without workers, dropout draws in the same process. GPUs are not asked."""
-    from variants import real_job
-
+    real_job = import_script(NAME)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     torch.manual_seed(3)
     undisturbed = torch.rand(2).tolist()

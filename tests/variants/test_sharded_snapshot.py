@@ -1,14 +1,19 @@
 """sharded_snapshot.py: a folder with a part of each rank, and a file that names it."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
 
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    import_script,
+    noted,
+)
 from tools.run.launch import launch, plant, run_script, train
-from tools.run.results import load, losses, same_bits, weights
+from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
 
 NAME = "variants/sharded_snapshot.py"
@@ -20,48 +25,53 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     after = page.partition("## Make one file of the parts")[2]
     code = re.search(r"```python\n(.*?)```", after, re.S)[1]
     (tmp_path / "one_file.py").write_text(code)
-    script = ROOT / NAME
-    pieces = losses(train(ROOT / "multinode.py", 1, 1, cwd=tmp_path))
-    pieces += losses(train(script, 2, 1, cwd=tmp_path))
-    path, copy = tmp_path / "snapshot.pt", tmp_path / "copy.pt"
-    shutil.copy(path, copy)  # what it saves leaves the folder of the other file alone
-    remove = "            shutil.rmtree(old_folder"  # twice: it may be gone already
+    first = train(ROOT / "multinode.py", 1, 1, cwd=tmp_path)
+    second = train(ROOT / NAME, 2, 1, cwd=tmp_path)
+    # What is saved to a copy of the file leaves the folder of the file alone.
+    path = tmp_path / "snapshot.pt"
+    copy = tmp_path / "copy.pt"
+    shutil.copy(path, copy)
+    # The old folder is removed twice: it may be gone already.
+    remove = "            shutil.rmtree(old_folder"
     twice = plant(NAME, tmp_path / "twice", (remove, f"{remove}); {remove.strip()}"))
-    four = "--batch-size", 16, "--snapshot-path", copy
-    pieces += losses(train(twice, 4, 1, *four, cwd=tmp_path, nprocs=4))
+    options = "--batch-size", 16, "--snapshot-path", copy
+    fourth = train(twice, 4, 1, *options, cwd=tmp_path, nprocs=4)
     copy.replace(path)
     done = run_script(tmp_path / "one_file.py", cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
-    last = 5, 2, "--batch-size", 64, "--snapshot-path", "plain.pt"
-    pieces += losses(train(ROOT / "single_gpu.py", *last, cwd=tmp_path))
+    options = "--batch-size", 64, "--snapshot-path", "plain.pt"
+    fifth = train(ROOT / "single_gpu.py", 5, 2, *options, cwd=tmp_path)
+    pieces = losses(first) + losses(second) + losses(fourth) + losses(fifth)
     folder, done = runs(NAME)
-    torch.testing.assert_close(pieces, losses(done), rtol=1e-6, atol=2e-6)
-    mine, whole = weights(tmp_path / "plain.pt"), weights(folder / "snapshot.pt")
-    torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
-    folders = sorted(x.name[:-8] for x in tmp_path.glob("*.pt.*"))
-    assert folders == ["copy.pt.4.", "snapshot.pt.2."]
+    assert_same_losses(pieces, losses(done))
+    assert_same_weights(tmp_path / "plain.pt", folder / "snapshot.pt")
+    left = sorted(folder.stem for folder in tmp_path.glob("*.pt.*"))
+    assert left == ["copy.pt.4", "snapshot.pt.2"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     """As in every script, the saved momentum counts. Two runs have two folders."""
     _, done = runs(NAME)
-    path, hooks = tmp_path / "snapshot.pt", ["fsdp:counting"]
+    path = tmp_path / "snapshot.pt"
+    hooks = ["fsdp:counting"]
     script = plant(NAME, tmp_path / "first", hooks=hooks)
     for _ in range(2):
         path.unlink(missing_ok=True)
         train(script, 1, 1, cwd=tmp_path)
-    assert len([*tmp_path.glob("snapshot.pt.1.*")]) == 2
+    assert len(list(tmp_path.glob("snapshot.pt.1.*"))) == 2
     shapes = torch.load(path)["SHAPES"]["MODEL_STATE"]
-    assert all(x.is_meta for x in shapes.values()), "no weights"
+    assert all(shape.is_meta for shape in shapes.values()), "no weights"
     script = plant(NAME, tmp_path / "other", (", momentum=0.9", ""), hooks=hooks)
-    assert losses(train(script, 2, 1, cwd=tmp_path)) == losses(done)[1:2]
+    resumed = train(script, 2, 1, cwd=tmp_path)
+    assert losses(resumed) == losses(done)[1:2]
     assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
-    from variants.sharded_snapshot import load_parts, load_train_objs
-
-    _, _, model, _, optimizer = load_train_objs()
-    optimizer.param_groups[0]["lr"] = 1.0
-    load_parts(model, optimizer, *tmp_path.glob("snapshot.pt.2.*"))
+    sharded_snapshot = import_script(NAME)
+    _, _, model, _, optimizer = sharded_snapshot.load_train_objs()
+    (group,) = optimizer.param_groups
+    group["lr"] = 1.0
+    (folder,) = tmp_path.glob("snapshot.pt.2.*")
+    sharded_snapshot.load_parts(model, optimizer, folder)
     assert optimizer.param_groups[0]["lr"] == 0.001
 
 
@@ -78,15 +88,17 @@ def test_stopped_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved)
 
 def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
     """https://github.com/pytorch/pytorch/issues/144657"""
-    for name, hooks in (("one", []), ("other", ["fsdp:changed_while_saving"])):
-        hooks = [*hooks, "float64"]
-        (tmp_path / name).mkdir()
-        script = plant(NAME, tmp_path / f"copy of {name}", hooks=hooks)
-        train(script, 1, 1, cwd=tmp_path / name)
-    one, other = (load(tmp_path / x / "snapshot.pt") for x in ("one", "other"))
-    assert same_bits(one, other)
-    group = json.loads((tmp_path / "other/group.0.json").read_text())
-    assert group == [True, "gloo", 300]
+
+    def saved(folder, *hooks):
+        script = plant(NAME, folder / "copy", hooks=[*hooks, "float64"])
+        train(script, 1, 1, cwd=folder)
+        return load(folder / "snapshot.pt")
+
+    undisturbed = saved(tmp_path / "undisturbed")
+    changed = saved(tmp_path / "changed", "fsdp:changed_while_saving")
+    assert same_bits(changed, undisturbed)
+    its_own_group = [True, "gloo", 300]
+    assert noted(tmp_path / "changed", "group") == [its_own_group] * 2
 
 
 def line_of(name, *changes, cwd):
@@ -98,7 +110,8 @@ def line_of(name, *changes, cwd):
 
 def test_what_does_not_fit_ends_with_a_line(runs, copy_of):
     """Another script, another model, a part that is missing."""
-    path = copy_of(runs(NAME)[0])
+    folder, _ = runs(NAME)
+    path = copy_of(folder)
     before = path.read_bytes()
     other = ["snapshot.pt belongs to another model: choose another --snapshot-path"]
     assert line_of("single_gpu.py", cwd=path.parent) == other

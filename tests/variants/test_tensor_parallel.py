@@ -1,20 +1,21 @@
 """tensor_parallel.py: the training of one process, with layers cut over ranks."""
 
-import json
 import re
 from textwrap import indent
 
 import pytest
 import torch
 
+from tests.helpers.checks import assert_same_losses, help_of, noted
 from tests.trunk.test_probe import replicas
-from tests.variants.test_fsdp import FEW, LARGE, MODEL
+from tests.variants.test_fsdp import FEW, LARGE, MODEL, launch_limited
 from tools.run.launch import command, environment, launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
 
-NAME, PARENT = "variants/tensor_parallel.py", "multinode.py"
+NAME = "variants/tensor_parallel.py"
+PARENT = "multinode.py"
 LAYERS = """\
     layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
     model = torch.nn.Sequential(*layers)
@@ -36,8 +37,9 @@ SEED = "torch.manual_seed(0)", 'torch.manual_seed(int(os.environ["RANK"]))'
 def test_learns(typed):
     """With the docstring's own command: to near the noise floor, which is 0.01."""
     folder, done, _ = typed(NAME)
-    assert losses(done)[0][1] > 0.1
-    assert losses(done)[-1][1] < 0.016
+    held_out = [held_out_loss for _, held_out_loss in losses(done)]
+    assert held_out[0] > 0.1
+    assert held_out[-1] < 0.016
     assert len(weights(folder / "snapshot.pt")) == 20 * 16 + 16 + 16 + 1
 
 
@@ -48,25 +50,30 @@ def test_any_split_continues_any_other(tmp_path, model):
 
     Ranks begin with other weights. The page's lines clip by the norm of all gradients.
     """
-    clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
+    hooks = ["float64"]  # in which rounding hides nothing
     step = "        self.optimizer.step()\n"
-    its = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
-    its += [(LAYERS, model)] * (model != LAYERS)
-    hooks = {"hooks": ["float64"]}  # in which rounding hides nothing
-    mine = plant(NAME, tmp_path / "mine", *its, **hooks)
+    changes = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
+    if model != LAYERS:
+        changes.append((LAYERS, model))
+    script = plant(NAME, tmp_path / "mine", *changes, hooks=hooks)
+    clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
     changes = (step, clip + step), (MODEL, model), RATE
-    parent = plant(PARENT, tmp_path / "parent", *changes, **hooks)
+    parent = plant(PARENT, tmp_path / "parent", *changes, hooks=hooks)
     pieces = []
     for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
-        size = "--batch-size", 64 * split // ranks, "--split", split
-        how = {"cwd": tmp_path, "nprocs": ranks, "own_options": False}
-        pieces += losses(train(mine, epochs, 1, *size, **how))
+        options = "--batch-size", 64 * split // ranks, "--split", split
+        done = train(
+            script, epochs, 1, *options, cwd=tmp_path, nprocs=ranks, own_options=False
+        )
+        pieces += losses(done)
     alone = {"cwd": tmp_path, "nprocs": 1}
-    pieces += losses(train(parent, 4, 1, "--batch-size", 64, **alone))
-    whole = "--snapshot-path", "whole.pt"
-    curve = losses(train(parent, 4, 4, "--batch-size", 64, *whole, **alone))
-    torch.testing.assert_close(pieces, curve, rtol=1e-6, atol=2e-6)
-    found, expected = (load(tmp_path / f"{x}.pt") for x in ("snapshot", "whole"))
+    done = train(parent, 4, 1, "--batch-size", 64, **alone)
+    pieces += losses(done)
+    options = "--batch-size", 64, "--snapshot-path", "whole.pt"
+    whole = train(parent, 4, 4, *options, **alone)
+    assert_same_losses(pieces, losses(whole))
+    found = load(tmp_path / "snapshot.pt")
+    expected = load(tmp_path / "whole.pt")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
@@ -76,24 +83,23 @@ def test_two_replicas_of_two_ranks(tmp_path):
     A rank holds its half. To save the model, rank 0 alone keeps the whole.
     """
     script = plant(NAME, tmp_path, hooks=["probe", "fsdp:held"])
-    how = {"cwd": tmp_path, "nprocs": 4, "own_options": False}
-    train(script, 2, 1, "--batch-size", 33, "--split", 2, **how)
-    files = [tmp_path / f"probe.{rank}.json" for rank in range(4)]
-    first, second = replicas([json.loads(x.read_text()) for x in files])
-    assert not {*first["orders"][0]} & {*second["orders"][0]}
-    assert sorted(first["evaluated"] + second["evaluated"]) == [*range(17)]
-    assert len({*first["random"], *second["random"]}) == 4
-    for rank in range(4):
-        held = json.loads((tmp_path / f"held.{rank}.json").read_text())
+    options = "--batch-size", 33, "--split", 2
+    train(script, 2, 1, *options, cwd=tmp_path, nprocs=4, own_options=False)
+    first, second = replicas(noted(tmp_path, "probe", ranks=4))
+    assert not set(first["orders"][0]) & set(second["orders"][0])
+    assert sorted(first["evaluated"] + second["evaluated"]) == list(range(17))
+    assert len(set(first["random"] + second["random"])) == 4
+    for rank, held in enumerate(noted(tmp_path, "held", ranks=4)):
         assert held["parts"] == [4 * (8 * 20 + 8 + 8 + 1)] * 3, "half, and a bias"
         assert held["gathered"] == ("meta" if rank else "cpu")
         assert held["moved"] == ["MSELoss"], "no device holds the whole model"
 
 
 ODD = LAYERS, LAYERS.replace("16", "15")
+UNKNOWN = '"2": p', '"4": p'
 WRONG = [
-    ("--split 4 does not divide 2 ranks", 4, ()),
-    ("PLAN names ['4'], the model has ['', '0', '1', '2']", 2, [('"2": p', '"4": p')]),
+    ("--split 4 does not divide 2 ranks", 4, []),
+    ("PLAN names ['4'], the model has ['', '0', '1', '2']", 2, [UNKNOWN]),
     ("--split 2 does not divide 0.weight", 2, [ODD]),
 ]
 
@@ -101,19 +107,18 @@ WRONG = [
 @pytest.mark.parametrize(("line", "split", "changes"), WRONG)
 def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     script = plant(NAME, tmp_path / "copy", *changes)
-    how = {"cwd": tmp_path, "real": "", "own_options": False}
-    done = launch(script, 1, 1, "--split", split, **how)
+    options = "--split", split
+    done = launch(script, 1, 1, *options, cwd=tmp_path, real="", own_options=False)
     assert f"error: {line}\n" in done.stderr
-    assert done.returncode != 0 and not (tmp_path / "snapshot.pt").exists()
+    assert done.returncode != 0
+    assert not (tmp_path / "snapshot.pt").exists()
 
 
 def test_a_parameter_that_no_rank_uses(tmp_path):
-    unused = LAYERS, LAYERS + "    model.unused = torch.nn.Linear(1, 1)\n"
-    used = (
-        "self.model(source)\n        loss =",
-        "self.model[:3](source)\n        loss =",
-    )
-    script = plant(NAME, tmp_path / "copy", unused, used)
+    more = LAYERS, LAYERS + "    model.unused = torch.nn.Linear(1, 1)\n"
+    in_training = "self.model(source)\n        loss ="
+    without = in_training, in_training.replace("model", "model[:3]")
+    script = plant(NAME, tmp_path / "copy", more, without)
     done = launch(script, 1, 1, cwd=tmp_path, real="")
     assert "RuntimeError: unused.weight has no gradient" in done.stderr
 
@@ -133,19 +138,25 @@ model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(2))
 optimizer = torch.optim.SGD(model.parameters(), 1)
 its_list = optimizer.param_groups[0]["params"]
 optimizer.state[model[0].weight] |= {"note": 3, "mean": torch.zeros(2, 2)}
-sampler, cpu = DistributedSampler([0]), torch.device("cpu")
+sampler = DistributedSampler([0])
 old = model[0].weight
+
+def broadcasts(events):
+    return [event.name for event in events].count("gloo:broadcast")
+
 with profile() as seen:
-    group = tensor_parallel.split_layers(model, optimizer, sampler, cpu)
-print([x.name for x in seen.events()].count("gloo:broadcast"))
+    group = tensor_parallel.split_layers(model, optimizer, sampler, torch.device("cpu"))
+print(broadcasts(seen.events()))
 print(old.sum().item(), old.untyped_storage().nbytes())
 with profile() as seen:
     model(torch.zeros(3, 2)).sum().backward()
     tensor_parallel.average_gradients(model, group)
-print([x.name for x in seen.events()].count("gloo:broadcast"))
-new, state = model[0].weight, optimizer.state[model[0].weight]
+print(broadcasts(seen.events()))
+new = model[0].weight
+state = optimizer.state[new]
 print(its_list[0] is new, state["note"], state["mean"].placements == new.placements)
-print(*[type(x) for x in tensor_parallel.gather([(model[0].weight,)])[0]])
+((weight,),) = tensor_parallel.gather([(new,)])
+print(type(weight))
 """
 
 
@@ -164,33 +175,33 @@ def test_what_a_reader_adds(tmp_path):
 def test_without_the_option_each_rank_is_a_replica(tmp_path):
     done = train(ROOT / NAME, 1, 1, cwd=tmp_path, own_options=False)
     assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout
-    words = " ".join(run_script(ROOT / NAME, "--help", cwd=tmp_path).stdout.split())
-    assert "--split SPLIT ranks that share a layer" in words
+    assert "--split SPLIT ranks that share a layer" in help_of(NAME, tmp_path)
 
 
 def test_a_layer_on_two_machines_is_told(tmp_path):
-    how = {"nprocs": 1, "own_options": False}
-    words = command(ROOT / NAME, 1, 1, "--split", 2, **how)
+    script = ROOT / NAME
+    words = command(script, 1, 1, "--split", 2, nprocs=1, own_options=False)
     words.remove("--standalone")
+    start, *rest = words
     meet = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:29531"
-    words[1:1] = meet.split()
-    env = environment(ROOT / NAME, {"OMP_NUM_THREADS": 1})
+    words = [start, *meet.split(), *rest]
+    env = environment(script, {"OMP_NUM_THREADS": 1})
     forks = []
     for machine in range(2):
-        (folder := tmp_path / str(machine)).mkdir()
+        folder = tmp_path / str(machine)
+        folder.mkdir()
         forks.append(Program(words, folder, **env))
-    text = "".join(fork.finish().stdout for fork in forks)
+    first, second = [fork.finish().stdout for fork in forks]
     line = "the 2 ranks of a layer are on several machines: it will be slow\n"
-    assert text.count(line) == 1
+    assert (first + second).count(line) == 1
 
 
 @pytest.mark.waits
 def test_a_model_too_large_for_one_rank(tmp_path):
     """The model and the limit of fsdp.py's test, where multinode.py fails."""
-    pairs = "str(i): (parallel.ColwiseParallel, parallel.RowwiseParallel)[i % 2]()"
-    plan = PLAN, f"{{{pairs} for i in range(14)}}"
+    styles = "(parallel.ColwiseParallel, parallel.RowwiseParallel)"
+    plan = PLAN, f"{{str(i): {styles}[i % 2]() for i in range(14)}}"
     changes = (LAYERS, LARGE), plan, *FEW
     script = plant(NAME, tmp_path / "copy", *changes, hooks=["fsdp:limited"])
-    how = {"nprocs": 4, "real": "", "LIMIT_MB": 170}
-    done = launch(script, 2, 2, "--batch-size", 8, cwd=tmp_path, **how)
+    done = launch_limited(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

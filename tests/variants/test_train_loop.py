@@ -1,8 +1,9 @@
 """train_loop.py: every mode trains the model of the scripts, and hands it back."""
 
-import json
+import math
 import os
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import utils
 from tests.conftest import once
+from tests.helpers.checks import assert_same_losses, assert_same_weights, noted, stack
 from tests.helpers.forked import in_a_fork
 from tools.run import slurm_cluster
 from tools.run.processes import Program
-from tools.run.results import load, losses, same_bits, weights
+from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
 from variants.train_loop import Callback, TrainLoop, find_launcher
 
@@ -39,11 +41,6 @@ def case(folder, *words, **env):
     return run(["python", SCRIPT, *words], folder, OMP_NUM_THREADS=1, **env)
 
 
-def noted(folder, name, ranks=2):
-    files = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
-    return [json.loads(file.read_text()) for file in files]
-
-
 # The modes
 
 
@@ -55,27 +52,31 @@ def modes(tmp_path_factory):
     def train(mode, under_torchrun=False):
         folder = tmp_path_factory.mktemp("mode")
         size = 32 if "ddp" in mode else 64
-        words = TORCHRUN if under_torchrun else PYTHON
-        words = [*words, 5, 2, "--gpu-mode", mode, "--batch-size", size]
+        start = TORCHRUN if under_torchrun else PYTHON
+        words = [*start, 5, 2, "--gpu-mode", mode, "--batch-size", size]
         return folder, run(words, folder)
 
     return train
 
 
-MODES = [("single", False), ("ddp", False), ("ddp", True)]
-WAIT = [("dp", False), ("ddp2", False), ("ddp2", True)]
-MODES += [pytest.param(*x, marks=pytest.mark.waits) for x in WAIT]
+MODES = [
+    ("single", False),
+    ("ddp", False),
+    ("ddp", True),
+    pytest.param("dp", False, marks=pytest.mark.waits),
+    pytest.param("ddp2", False, marks=pytest.mark.waits),
+    pytest.param("ddp2", True, marks=pytest.mark.waits),
+]
 
 
 @pytest.mark.parametrize(("mode", "under_torchrun"), MODES)
 def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode, under_torchrun):
     folder, done = modes(mode, under_torchrun)
-    other, other_done = runs("multigpu.py")
-    both = losses(done), losses(other_done)
-    torch.testing.assert_close(*both, rtol=1e-6, atol=2e-6)
-    both = [weights(x / "snapshot.pt") for x in (folder, other)]
-    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
-    assert 0.01 < float(done.stdout.rpartition("test loss ")[2]) < 0.1
+    scripts_folder, scripts = runs("multigpu.py")
+    assert_same_losses(losses(done), losses(scripts))
+    assert_same_weights(folder / "snapshot.pt", scripts_folder / "snapshot.pt")
+    _, _, test_loss = done.stdout.rpartition("test loss ")
+    assert 0.01 < float(test_loss) < 0.1
 
 
 def test_the_trained_model_comes_back(tmp_path):
@@ -96,8 +97,7 @@ def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
     """5 epochs of its own task, with the same options."""
     folder, _ = runs(f"variants/{name}.py")
     case(tmp_path, *AS_VARIANT[name])
-    both = [weights(tmp_path / "node0.pt"), weights(folder / "snapshot.pt")]
-    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+    assert_same_weights(tmp_path / "node0.pt", folder / "snapshot.pt")
 
 
 # Launchers
@@ -110,9 +110,15 @@ def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
     assert not find_launcher()
     env["SLURM_STEP_NUM_TASKS"] = "1"  # srun --pty bash
     assert not find_launcher()
-    env |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}
-    env |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0"}
-    env |= {"SLURM_JOB_ID": "12345", "MASTER_ADDR": "node1"}
+    env |= {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "MASTER_ADDR": "node1",
+    }
     assert find_launcher()
     assert utils.torchrun_env() == [3, 1, 4]
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
@@ -126,16 +132,15 @@ NO_SLURM = slurm_cluster.why_not()
 @pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
 def test_a_real_srun_starts_the_ranks(tmp_path):
     """Two on each of two nodes, which are hosts of their own."""
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", *PYTHON, 2, 2]
-    srun += ["--gpu-mode", "ddp2", "--batch-size", 16]
-    slurm = ["python", "-m", "tools.run.slurm_cluster", 2, "--"]
-    words = [*slurm, *srun]
+    slurm = "python -m tools.run.slurm_cluster 2 --"
+    srun = "srun --nodes=2 --ntasks-per-node=2"
+    script = "python -m variants.train_loop 2 2 --gpu-mode ddp2 --batch-size 16"
+    words = f"{slurm} {srun} {script}".split()
     done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
     run([*PYTHON, 2, 2, "--batch-size", 64, "--snapshot-path", "one.pt"], tmp_path)
-    both = [weights(tmp_path / x) for x in ("snapshot.pt", "one.pt")]
-    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
+    assert_same_weights(tmp_path / "snapshot.pt", tmp_path / "one.pt")
 
 
 def two_machines(folder, num_gpus, epochs):
@@ -143,19 +148,23 @@ def two_machines(folder, num_gpus, epochs):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     folder.mkdir(exist_ok=True)
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    words = ["python", SCRIPT, "node", 2]
+    env = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+        "PYTHONPATH": ROOT,
+    }
     size = 64 // num_gpus
-    machines = [
-        Program([*words, rank, num_gpus, size, epochs], folder, **env)
-        for rank in (0, 1)
-    ]
-    done = [machine.finish() for machine in machines]
-    assert [x.returncode for x in done] == [0, 0], done[0].stderr
-    one, other = (load(folder / f"model{rank}.pt") for rank in (0, 1))
-    assert same_bits(one, other)
-    return one, done[0].stdout
+    machines = []
+    for node_rank in (0, 1):
+        words = ["python", SCRIPT, "node", 2, node_rank, num_gpus, size, epochs]
+        machines.append(Program(words, folder, **env))
+    first, second = [machine.finish() for machine in machines]
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, first.stderr
+    model = load(folder / "model0.pt")
+    assert same_bits(load(folder / "model1.pt"), model)
+    return model, first.stdout
 
 
 @pytest.mark.waits
@@ -178,21 +187,25 @@ def test_two_machines_without_a_launcher(tmp_path):
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_it_resumes_bit_for_bit(modes, tmp_path, mode):
     """Also what multigpu.py has begun."""
-    folder, _ = modes(mode)
-    size = 64 if mode == "single" else 32
-    begin = PYTHON if mode == "single" else ["python", ROOT / "multigpu.py"]
-    run([*begin, 2, 2, "--batch-size", size], tmp_path)
+    size = 64
+    start = PYTHON
+    if mode == "ddp":
+        size = 32
+        start = ["python", ROOT / "multigpu.py"]
+    run([*start, 2, 2, "--batch-size", size], tmp_path)
     done = run([*PYTHON, 5, 2, "--gpu-mode", mode, "--batch-size", size], tmp_path)
     assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
-    both = [load(x / "snapshot.pt") for x in (tmp_path, folder)]
-    assert same_bits(*(x["MODEL_STATE"] for x in both))
-    assert same_bits(*(x["OPTIMIZER_STATE"] for x in both))
+    folder, _ = modes(mode)
+    undisturbed = load(folder / "snapshot.pt")
+    resumed = load(tmp_path / "snapshot.pt")
+    for key in ("MODEL_STATE", "OPTIMIZER_STATE"):
+        assert same_bits(resumed[key], undisturbed[key])
 
 
 SCHEDULES = {
-    "epoch": lambda x: StepLR(x, 1, 0.5),
-    "step": lambda x: OneCycleLR(x, 0.2, 64),
-    "loss": lambda x: ReduceLROnPlateau(x, patience=0, threshold=1.0),
+    "epoch": partial(StepLR, step_size=1, gamma=0.5),
+    "step": partial(OneCycleLR, max_lr=0.2, total_steps=64),
+    "loss": partial(ReduceLROnPlateau, patience=0, threshold=1.0),
 }
 
 
@@ -200,15 +213,23 @@ SCHEDULES = {
 @in_a_fork
 def test_a_schedule_resumes(tmp_path, name):
     """In a new loop, it goes on from the rate and the step of the snapshot."""
-    ends = []
-    for path, until in ("whole.pt", 4), ("parts.pt", 2), ("parts.pt", 4):
+
+    def trained(file, epochs):
+        """(the model's state, the learning rate)"""
         torch.manual_seed(0)
-        loop = loop_of(snapshot_path=tmp_path / path, scheduler_per_step=name == "step")
+        per_step = name == "step"
+        loop = loop_of(snapshot_path=tmp_path / file, scheduler_per_step=per_step)
         loop.scheduler = SCHEDULES[name](loop.optimizer)
-        loop.fit(until)
-        ends.append((loop.model.state_dict(), loop.optimizer.param_groups[0]["lr"]))
-    (whole, rate), _, (resumed, resumed_rate) = ends
-    assert resumed_rate == rate and 0 < rate < 0.1 and same_bits(resumed, whole)
+        loop.fit(epochs)
+        (group,) = loop.optimizer.param_groups
+        return loop.model.state_dict(), group["lr"]
+
+    whole, rate = trained("whole.pt", 4)
+    trained("parts.pt", 2)
+    resumed, resumed_rate = trained("parts.pt", 4)
+    assert 0 < rate < 0.1
+    assert resumed_rate == rate
+    assert same_bits(resumed, whole)
 
 
 # Loaders
@@ -226,7 +247,9 @@ def loop_of(train_loader=None, val_loader=None, rank=0, world_size=1, **options)
         F.mse_loss,
         **options,
     )
-    loop.rank, loop.world_size, loop.nprocs = rank, world_size, world_size
+    loop.rank = rank
+    loop.world_size = world_size
+    loop.nprocs = world_size
     return loop
 
 
@@ -235,8 +258,8 @@ def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
     loader = DataLoader(range(9), 4, shuffle=True)
     found = []
     for rank in range(world_size):
-        shared = loop_of(rank=rank, world_size=world_size)._share_out(loader)
-        found += [batch.tolist() for batch in shared]
+        loop = loop_of(rank=rank, world_size=world_size)
+        found += [batch.tolist() for batch in loop._share_out(loader)]
     assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
@@ -248,8 +271,11 @@ class Ends(Callback):  # as in Lightning
     def on_epoch_end(self, trainer, module): ...
 
 
-def nan(output, targets):  # in training alone, as of an auxiliary head
-    return F.mse_loss(output, targets) + (torch.nan if output.requires_grad else 0)
+def nan(output, targets):
+    loss = F.mse_loss(output, targets)
+    if output.requires_grad:  # in training alone, as of an auxiliary head
+        return loss + torch.nan
+    return loss
 
 
 DATA = [(torch.zeros(3), torch.zeros(1))] * 8
@@ -279,14 +305,19 @@ REFUSED = {
 def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
     """One line, exit status 2, no file written."""
     monkeypatch.chdir(tmp_path)
-    loop, words = loop_of(), {"num_epochs": 1, "num_gpus": "3"}
+    loop = loop_of()
+    arguments = {"num_epochs": 1, "num_gpus": "3"}
     for name, value in REFUSED[line].items():
-        (words.update if name in words else vars(loop).update)({name: value})
+        if name in arguments:
+            arguments[name] = value
+        else:
+            setattr(loop, name, value)
     with pytest.raises(SystemExit) as end:
-        loop.fit(**words)
+        loop.fit(**arguments)
     assert end.value.code == 2
     shown = capsys.readouterr().err
-    assert line in shown and shown.count("\n") == 1
+    assert line in shown
+    assert shown.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -297,7 +328,8 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     loop = loop_of(callbacks=None)
     loop.val_loader = None
     loop.fit(2, num_gpus=-1)
-    assert [list(x) for x in loop.history] == [["train loss"]] * 2
+    first, second = loop.history
+    assert list(first) == list(second) == ["train loss"]
     assert not list(tmp_path.iterdir())
     assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
     loop = loop_of(val_loader=DataLoader(DATA, 5, drop_last=True))
@@ -308,34 +340,37 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.waits
 def test_a_script_without_a_main_guard_is_told(tmp_path):
-    lines = (
+    lines = [
         "from tests.helpers.train_loops import make_loop",
         "make_loop(gpu_mode='ddp').fit(1)",
-    )
+    ]
     (tmp_path / "script.py").write_text("\n".join(lines))
     words = ["python", "script.py"]
     done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
     assert done.returncode == 2
     line = 'script.py: error: call `fit` below `if __name__ == "__main__":`'
-    assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count(line) == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("ddp2", marks=pytest.mark.waits)])
 def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
     """The same model as without nesting. All ranks get all predictions, in order."""
     case(tmp_path, "nested", mode)
-    both = [weights(x / "snapshot.pt") for x in (tmp_path, modes("ddp")[0])]
-    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
-    data = utils.MyTrainDataset(45, seed=1)
+    folder, _ = modes("ddp")
+    assert_same_weights(tmp_path / "snapshot.pt", folder / "snapshot.pt")
+    snapshot = load(tmp_path / "snapshot.pt")
     model = torch.nn.Linear(20, 1)
-    model.load_state_dict(load(tmp_path / "snapshot.pt")["MODEL_STATE"])
-    source, targets = map(torch.stack, zip(*data, strict=True))
+    model.load_state_dict(snapshot["MODEL_STATE"])
+    source, targets = stack(utils.MyTrainDataset(45, seed=1))
     expected = model(source).detach()
-    for output in [*noted(tmp_path, "predicted"), *noted(tmp_path, "afterwards", 1)]:
+    in_training = noted(tmp_path, "predicted")
+    afterwards = noted(tmp_path, "afterwards", ranks=1)
+    for output in in_training + afterwards:
         torch.testing.assert_close(torch.tensor(output), expected.flatten())
     worst = (expected - targets).abs().max().item()
-    history = load(tmp_path / "snapshot.pt")["HISTORY"]
-    assert history[-1]["worst"] == pytest.approx(worst, abs=1e-5)
+    last = snapshot["HISTORY"][-1]
+    assert last["worst"] == pytest.approx(worst, abs=1e-5)
 
 
 # Callbacks
@@ -361,11 +396,14 @@ def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
 def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
     """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
     done = Program(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
-    *good, last = losses(done)
-    line = f"epoch {len(good) + 1}: loss nan, weights "
-    assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1
-    assert 1 <= len(good) < 19
-    assert last[0] == last[0] and last[1] != last[1]
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == len(good)
-    assert f"best.{len(good)}.pt" in {x.name for x in tmp_path.iterdir()}
-    assert not (tmp_path / f"best.{len(good) + 1}.pt").exists()
+    *good_epochs, (train_loss, held_out_loss) = losses(done)
+    good = len(good_epochs)
+    assert done.returncode == 2
+    assert f"epoch {good + 1}: loss nan, weights " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert 1 <= good < 19
+    assert not math.isnan(train_loss)
+    assert math.isnan(held_out_loss)
+    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == good
+    assert (tmp_path / f"best.{good}.pt").exists()
+    assert not (tmp_path / f"best.{good + 1}.pt").exists()

@@ -1,0 +1,57 @@
+"""What the tests of many scripts look at, and compare."""
+
+import importlib
+import json
+
+import torch
+from torch.testing import assert_close
+
+from tools.run.launch import run_script
+from tools.run.results import weights
+from tools.scripts import ROOT
+
+
+def noted(folder, name="noted", ranks=2):
+    """[what each rank has noted]: `write` in tests/hooks/__init__.py writes the files.
+
+    There must be one of each rank, and no other.
+    """
+    files = sorted(folder.glob(f"{name}.*.json"))
+    expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
+    assert files == expected, files
+    return [json.loads(file.read_text()) for file in files]
+
+
+def import_script(name):
+    """A script as a module, such as "variants/fsdp.py".
+
+    A test calls it, because an import at the top of its file would make all its tests
+    fail if the script cannot be imported.
+    """
+    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
+
+
+def stack(samples):
+    """(source, targets) of all samples."""
+    source, targets = zip(*samples, strict=True)
+    return torch.stack(source), torch.stack(targets)
+
+
+def help_of(name, folder):
+    """What `--help` prints, with a space for each line break and indentation."""
+    done = run_script(ROOT / name, "--help", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stdout.split())
+
+
+# Ranks add up numbers in another order than one process does, so that the last bits
+# differ. Losses are printed with six decimals.
+
+
+def assert_same_losses(found, expected):
+    assert_close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+def assert_same_weights(path, other):
+    """Of two snapshots."""
+    assert_close(weights(path), weights(other), rtol=0, atol=1e-6)
