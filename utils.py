@@ -1,13 +1,13 @@
 """Data, command line, devices and snapshots of all scripts. Copy this file, too.
 
 The words below, in short: several processes train one model together. Each has a copy
-of the model and computes gradients on samples of its own. After `backward()` they
-average the gradients, so that all copies take the same step. (Some scripts split the
-weights over the processes instead.) Each process is a rank, with a number from 0 on.
-Its local rank is its number on its own machine, and the world size is how many ranks
-there are. They form a process group, in which they exchange data through a backend:
-NCCL between NVIDIA GPUs, gloo between CPUs. A launcher starts them: torchrun, or
-`spawn` below. A script on one device has no process group.
+of the model and computes gradients on samples of its own. DistributedDataParallel (DDP)
+wraps the model and averages the gradients in `backward()`, so that all copies take the
+same step. (Some scripts split the weights over the processes instead.) Each process is
+a rank, with a number from 0 on. Its local rank is its number on its own machine, and
+the world size is how many ranks there are. They form a process group, in which they
+exchange data through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher
+starts them: torchrun, or `spawn` below. A script on one device has no process group.
 """
 
 import argparse
@@ -37,13 +37,13 @@ class MyTrainDataset(torch.utils.data.Dataset):
     """A linear regression with known noise: `size` samples, 20 features and 1 target.
 
     A sample: float32 tensors of shapes (20,) and (1,). All seeds draw samples for the
-    same weights. The best loss that a model can have is `noise_floor`.
+    same weights. No model can have a lower mean squared error than `noise_floor`.
     """
 
     noise_floor = 0.01
 
     def __init__(self, size, seed=0):
-        # Any number that nobody takes for a seed of the samples
+        # A seed that nobody will choose for the samples
         fixed = torch.Generator().manual_seed(2**31)
         weight = torch.randn(20, 1, generator=fixed)
         generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ def writable_path(text):
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
         if is_other or not os.path.basename(text):
             raise OSError("that names no file")
-        # A file beside it, with as long a name as `save_atomically` takes.
+        # As long a name as in `save_atomically`: if it is too long, it fails here.
         tempfile.NamedTemporaryFile(
             prefix=f"{name}.", suffix=".tmp", dir=folder
         ).close()  # which removes it
@@ -127,6 +127,7 @@ def make_parser(doc):
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = error  # one line of one rank, without argparse's help
+    # Two spellings of an option: scripts of other authors have the one with `_`.
     parser.add_argument("total_epochs", type=positive_int, help="when to stop")
     parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
     parser.add_argument(
@@ -187,9 +188,9 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process dies, the system sends SIGINT to its ranks, so that they end. But
-    # a shell script starts a job that has an `&` with SIGINT ignored. The ranks would
-    # inherit that from this process, and live on. So do not ignore it.
+    # PyTorch asks the system to send SIGINT (as Ctrl-C does) to the ranks when this
+    # process dies. But if a shell script has started it with `&`, it ignores SIGINT.
+    # The ranks would inherit that, and live on. So let SIGINT end it, as is usual.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -258,7 +259,7 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    step = len(sizes) * batch_size  # a smaller one is left out, and none would remain
+    step = len(sizes) * batch_size  # samples of a whole step; the rest is left out
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
@@ -268,7 +269,7 @@ def sum_of_weights(model):
     total = 0
     for weight in model.parameters():
         weight_sum = weight.detach().abs().float().sum()
-        # If the ranks split the weight (a DTensor), so far it is the sum of a part.
+        # If the ranks split the weight (a DTensor), this adds up the sums of the parts.
         if hasattr(weight_sum, "full_tensor"):
             weight_sum = weight_sum.full_tensor()
         total += weight_sum.item()
@@ -278,8 +279,9 @@ def sum_of_weights(model):
 def check_weights(loss, model, epochs_run, path):
     """End with an error if `loss` or weights are NaN, or differ between ranks.
 
-    After each step, all ranks should have the same weights. If they differ by more than
-    rounding does, 1e-5 of their sum, the ranks do not average their gradients.
+    loss: the same number on all ranks. After each step, they should have the same
+    weights, too. If these differ by more than rounding does, 1e-5 of their sum, the
+    ranks do not average their gradients.
     """
     sums = gather(sum_of_weights(model))
     are_finite = math.isfinite(loss + sum(sums))  # one NaN makes the sum NaN
@@ -293,7 +295,10 @@ def check_weights(loss, model, epochs_run, path):
 
 
 def save_atomically(snapshot, path):
-    """Write so that a kill at any moment leaves the old snapshot or the new one."""
+    """Write so that a kill at any moment leaves the old snapshot or the new one.
+
+    One rank calls it. OSError if it cannot be written: the disk may be full.
+    """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # two runs may save at once
     try:
@@ -336,8 +341,9 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
 def broadcast_snapshot(path, src):
     """Rank `src`'s snapshot at `path`, on every rank.
 
-    For several machines, where only some may have the newest file. All ranks must call
-    it. The file travels in parts of 4 MB, because what is sent is copied several times.
+    For several machines, where only some may have the newest file: `src` is a rank
+    that has it. All ranks must call this, after `read_snapshot`. The file travels in
+    parts of 4 MB, because what is sent is copied several times.
     """
     is_source = dist.get_rank() == src
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
@@ -353,7 +359,7 @@ def broadcast_snapshot(path, src):
 
 
 def shapes(state):
-    """[(name, shape)] of a model's state, in order.
+    """[(name, shape)] of a model's state, in order; () for what is no tensor.
 
     The order counts: an optimizer's state belongs to parameters by their position.
     """
@@ -376,8 +382,8 @@ def check_snapshot(snapshot, model, optimizer, path):
         error(f"{path} belongs to an optimizer of other parameter groups: {hint}")
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
-            # SGD's has no betas, for example. But options that are bools or None come
-            # with new versions of PyTorch: an older one has not saved all of them.
+            # A group that SGD has saved has no betas, for example. Options that are
+            # bools or None do not count: new versions of PyTorch add some.
             if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
@@ -388,9 +394,9 @@ def print_replaced(old, new, path):
     """Print which settings of a group, such as its rate, a snapshot replaces."""
     for name, value in new.items():
         saved = old.get(name, value)
-        # A schedule keeps the rate that it began with as `initial_lr`. If this run has
-        # a schedule, it sets the rate, and nothing is replaced. If the saved run had
-        # one and began with this run's rate, the schedule has changed it, no person.
+        # A schedule keeps the rate that it began with as `initial_lr`. With a schedule
+        # here, nothing is replaced: it sets the rate. If the saved run had one that
+        # began with this run's rate, the schedule has changed it.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
@@ -403,8 +409,8 @@ def print_replaced(old, new, path):
 def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # Under tensor parallelism, ranks that split a layer take one batch together, and
-    # the sampler counts them once.
+    # A DistributedSampler deals the samples out to `num_replicas` copies of the model.
+    # There are fewer copies than ranks if ranks split its layers (tensor parallelism).
     replicas = getattr(train_data.sampler, "num_replicas", ranks)
     batch = train_data.batch_size
     line = f"{ranks} x {device.type}, batch {batch} each: effective batch"

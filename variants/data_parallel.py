@@ -40,7 +40,7 @@ class Trainer:
         # It takes all CUDA GPUs, even in a run on the CPU, and can use no other kind.
         if device.type == "cuda" or not torch.accelerator.is_available():
             self.dp_model = torch.nn.DataParallel(self.model)
-        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
@@ -63,14 +63,14 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
             both = train_loss + held_out_loss
             utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.generator.manual_seed(epoch)
         torch.manual_seed(epoch)
         self.model.train()
@@ -141,7 +141,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # for copies that do not block
+        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
     )
 
 

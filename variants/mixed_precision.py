@@ -19,8 +19,8 @@ def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
         store=dist.TCPStore("localhost", port),  # where ranks find one another
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses
+        timeout=timeout,  # how long a rank waits for the others
+        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
     )
 
 
@@ -74,7 +74,7 @@ class Trainer:
         self.device = device
         self.model = model.to(device)
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
         self.dtype = choose_dtype(precision, device)
         self.clip = clip
@@ -102,7 +102,7 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
                 f" | skipped steps {self.skipped:.0f}"
             )
-            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
             both = train_loss + held_out_loss
             if self.skipped:  # a loss was too large, but no weight has moved then
                 both = held_out_loss
@@ -111,7 +111,7 @@ class Trainer:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
@@ -144,8 +144,8 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             contiguous = buffer.contiguous()  # broadcast() needs that
-            dist.broadcast(contiguous, src=0)
-            buffer.copy_(contiguous)
+            dist.broadcast(contiguous, src=0)  # rank 0 sends
+            buffer.copy_(contiguous)  # if that was a copy
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -201,7 +201,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # for copies that do not block
+        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
     )
 
 
@@ -230,7 +230,7 @@ def main(rank, world_size, port, args):
         clip=args.clip,
     )
     trainer.train(args.total_epochs)
-    del trainer  # it holds gloo's threads, which may abort or hang the exit
+    del trainer  # its gloo threads may abort or hang the exit
     dist.destroy_process_group()
 
 
@@ -244,5 +244,5 @@ if __name__ == "__main__":
     parser.add_argument("--clip", type=positive_float, default="inf", help=text)
     args = parser.parse_args()
     world_size = utils.choose_nprocs(args.device, args.nprocs)
-    store = dist.TCPStore("localhost", 0, is_master=True)  # ranks meet here to the end
+    store = dist.TCPStore("localhost", 0, is_master=True)  # free port; ranks meet here
     utils.spawn(main, (world_size, store.port, args), world_size)  # main(rank, *these)

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node=2 -m variants.tensor_parallel 20 5 --split 2
 On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
-place of --standalone. HOST is one of the two.
+place of --standalone. HOST is the name of one of the two.
 """
 
 import os
@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun tells the rest
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # the rest is in os.environ
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses
+        timeout=timeout,  # how long a rank waits for the others
+        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
     )
 
 
@@ -144,7 +144,7 @@ class Trainer:
     ):
         self.device = device
         self.model = model
-        self.loss_fn = loss_fn.to(device)  # class weights move, too
+        self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
         self.train_data = train_data
         self.eval_data = eval_data
@@ -167,14 +167,14 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
+            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
             both = train_loss + held_out_loss
             utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and random numbers follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
         sampler = self.train_data.sampler  # ranks of a replica draw the same numbers
         torch.manual_seed(epoch * sampler.num_replicas + sampler.rank)
@@ -202,8 +202,8 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
             contiguous = buffer.contiguous()  # broadcast() needs that
-            dist.broadcast(contiguous, src=0)
-            buffer.copy_(contiguous)
+            dist.broadcast(contiguous, src=0)  # rank 0 sends
+            buffer.copy_(contiguous)  # if that was a copy
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -235,7 +235,7 @@ class Trainer:
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:  # also if all have one epoch: the files may differ
+        if max(epochs) >= 0:  # also if epochs are the same: the files may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -268,7 +268,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # for copies that do not block
+        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
     )
 
 
@@ -280,7 +280,7 @@ def main(args):
     replica = rank // args.split
     replicas = world_size // args.split
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, local_rank)  # torchrun sets the threads
+    device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
@@ -303,7 +303,7 @@ def main(args):
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
-    del trainer  # it holds gloo's threads, which may abort or hang the exit
+    del trainer  # its gloo threads may abort or hang the exit
     forget_meshes(model)  # or gloo's threads outlive main, and may abort the exit
     dist.destroy_process_group()
 
