@@ -152,7 +152,7 @@ class TrainLoop:
         process = torch.multiprocessing.current_process()
         if getattr(process, "_inheriting", False):  # it imports your script
             if not process.name.endswith("-1"):
-                time.sleep(5)  # the first one's line is enough, and ends the others
+                time.sleep(60)  # one line is enough: when the first ends, so do all
             utils.error('call `fit` below `if __name__ == "__main__":`')
         address, port = find_master() if num_nodes > 1 else ("localhost", 0)
         store = dist.TCPStore(address, port, is_master=node_rank == 0)

@@ -154,10 +154,14 @@ SLEEP = "sleep 60"
 RUN = "<!-- run echo 0.5 -->\n```console\n$ echo 0.5\n0.5\n```\n<!-- end -->\n"
 SPEED = RUN.replace("echo 0.5", "echo '0.5 | 7 samples/s | 3.1 s | pid: 8'")
 SPEED = SPEED.replace("\n0.5", "\n0.5 | [...] | pid: [...]")
+SAID = "a.py: error: b"
+TWICE = RUN.replace("echo 0.5", f"echo '{SAID}'; echo '{SAID}'")
+TWICE = TWICE.replace("\n0.5", f"\n{SAID}")
 NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
     "nothing wrong": (RUN + NOT_RUN, 0, ""),
     "what varies": (SPEED, 0, ""),
+    "an error of two ranks": (TWICE, 0, ""),
     "another number": (RUN.replace("\n0.5", "\n0.502"), 1, ": stale"),
     "it fails": (RUN.replace("run echo", "run ! echo"), 1, "exit status 1"),
     "it does not end": (RUN.replace("run", f"run {SLEEP};"), 1, "exit status 124"),

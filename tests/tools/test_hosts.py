@@ -36,10 +36,10 @@ def chaos(*args):
     return done.stdout
 
 
-def test_twenty_kills_of_a_worker_cost_twenty_restarts():
+def test_each_kill_of_a_worker_costs_one_restart():
     """Also while it starts or saves; each ends in the next attempt, and none hangs."""
-    out = chaos("--kills=20", "--only=worker", "--hosts=1", "--nproc-per-node=2")
-    assert "torchrun's last restart count: 20\n" in out
+    out = chaos("--kills=8", "--only=worker", "--hosts=1", "--nproc-per-node=2")
+    assert "torchrun's last restart count: 8\n" in out
     found = re.search(r"recoveries: (\d+), at the first attempt: (\d+)", out)
     assert found[1] == found[2]
 

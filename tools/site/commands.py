@@ -155,11 +155,23 @@ def console(block, output):
         above = [f"With {block.script} changed:", "", *patch(path, block.faults), ""]
     elif changes:
         above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
-    shown = [line.rstrip() for line in output.splitlines()]
+    shown = once([line.rstrip() for line in output.splitlines()])
     if block.show:
         shown = cut(shown, block.show)
     shown = [hide(line) for line in shown]
     return [*above, "```console", f"$ {block.text}", *shown, "```"]
+
+
+def once(lines):
+    """Without errors that repeat one above.
+
+    On a busy machine, a rank may not be ended before it says what another has said.
+    """
+    kept = []
+    for line in lines:
+        if ": error: " not in line or line not in kept:
+            kept.append(line)
+    return kept
 
 
 def hide(line):
