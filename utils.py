@@ -8,6 +8,7 @@ a rank, with a number from 0 on. Its local rank is its number on its own machine
 the world size is how many ranks there are. They form a process group, in which they
 exchange data through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher
 starts them: torchrun, or `spawn` below. A script on one device has no process group.
+A snapshot is a file with the model, the optimizer and how many epochs are finished.
 """
 
 import argparse
@@ -25,8 +26,8 @@ import torch.distributed as dist
 # a program may hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 
-# Path of a snapshot -> when it was last changed, as this process last read or wrote it.
-# If the file has another time later, another run has written it.
+# {path of a snapshot: when the file was changed, as this process last read or wrote it}
+# If the file has another time later, or is not in here, another run has written it.
 last_seen = {}
 
 
@@ -44,8 +45,8 @@ class MyTrainDataset(torch.utils.data.Dataset):
 
     def __init__(self, size, seed=0):
         # A seed that nobody will choose for the samples
-        fixed = torch.Generator().manual_seed(2**31)
-        weight = torch.randn(20, 1, generator=fixed)
+        weight_generator = torch.Generator().manual_seed(2**31)
+        weight = torch.randn(20, 1, generator=weight_generator)
         generator = torch.Generator().manual_seed(seed)
         source = torch.randn(size, 20, generator=generator)
         noise = self.noise_floor**0.5 * torch.randn(size, 1, generator=generator)
@@ -81,14 +82,15 @@ def gather(value):
 
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
-    # Most faults are found by all ranks, and one line is enough. So all but the first
-    # rank of a machine wait here. When the first one has ended, the launcher ends them.
-    # If it has found no fault, it does not end, and they print theirs after the sleep.
+    # Mostly all ranks find the same fault, and one line is enough. So the first rank of
+    # a machine prints and ends, and the launcher ends the others while they sleep. If
+    # only another rank finds a fault, that rank prints it after the sleep. `spawn` sets
+    # no LOCAL_RANK, but has one machine: there, the local rank is the rank.
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
     # For some milliseconds after an exchange, threads of gloo hold its tensors. If
-    # Python ends then, the process may abort, and its exit status is not 2.
+    # Python ended then, the process might abort, and its exit status would not be 2.
     time.sleep(0.2)
     script = os.path.basename(sys.argv[0])
     print(f"{script}: error: {message}", file=sys.stderr)
@@ -110,12 +112,11 @@ def writable_path(text):
     folder, name = os.path.split(os.path.realpath(text))
     try:
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
-        if is_other or not os.path.basename(text):
+        if is_other or not os.path.basename(text):  # no name after the last slash
             raise OSError("that names no file")
-        # As long a name as in `save_atomically`: if it is too long, it fails here.
-        tempfile.NamedTemporaryFile(
-            prefix=f"{name}.", suffix=".tmp", dir=folder
-        ).close()  # which removes it
+        # Try it, with as long a name as in `save_atomically`.
+        with tempfile.NamedTemporaryFile(prefix=f"{name}.", suffix=".tmp", dir=folder):
+            pass  # the file is removed at the end of `with`
     except OSError as reason:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {reason}") from None
     return text
@@ -127,9 +128,9 @@ def make_parser(doc):
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = error  # one line of one rank, without argparse's help
-    # Two spellings of an option: scripts of other authors have the one with `_`.
     parser.add_argument("total_epochs", type=positive_int, help="when to stop")
     parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
+    # Two spellings of an option: scripts of other authors have the one with `_`.
     parser.add_argument(
         "--batch-size",
         "--batch_size",
@@ -188,14 +189,14 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # PyTorch asks the system to send SIGINT (as Ctrl-C does) to the ranks when this
-    # process dies. But if a shell script has started it with `&`, it ignores SIGINT.
-    # The ranks would inherit that, and live on. So let SIGINT end it, as is usual.
+    # When this process dies, the system sends SIGINT (as Ctrl-C does) to the ranks:
+    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT,
+    # and so would its ranks, which then live on. With SIG_DFL, SIGINT ends it again.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
     except torch.multiprocessing.ProcessExitedException as end:
-        if end.exit_code != 2:
+        if end.exit_code != 2:  # not by `error`
             raise
         sys.exit(2)
 
@@ -208,24 +209,26 @@ def device_type(name, distributed):
 
     distributed: whether several processes train together.
     """
-    kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if name == "auto" and kind == "cpu" and torch.accelerator.device_count():
+    best = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if name == "auto" and best == "cpu" and torch.accelerator.device_count():
         # Devices are there, but none is available.
         error("PyTorch cannot use the accelerators here: is the driver too old?")
     if distributed:
         # Ranks can only use devices whose tensors some backend sends. On Windows there
         # is no NCCL. For a Mac's GPU ("mps") PyTorch names gloo, which refuses them.
-        backend = dist.get_default_backend_for_device(kind)
-        if kind == "mps" or not dist.is_backend_available(backend):
-            kind = "cpu"
-    usable = {"auto": kind, "cpu": "cpu", kind: kind}  # {--device: the type it means}
+        backend = dist.get_default_backend_for_device(best)
+        if best == "mps" or not dist.is_backend_available(backend):
+            best = "cpu"
+    usable = ["auto", "cpu"]
+    if best != "cpu":
+        usable.append(best)
     if name not in usable:
         error(f"--device {name}: this script can only use {', '.join(usable)} here")
-    return usable[name]
+    return best if name == "auto" else name
 
 
 def set_device(name, local_rank=None, nprocs=1):
-    """This process' device, which is PyTorch's current one from now on.
+    """This process' device. An accelerator is PyTorch's current one from now on.
 
     local_rank: None in a script on one device. nprocs: how many processes share the
     CPU's threads; if each used all of them, they would wait for one another.
@@ -248,8 +251,8 @@ def set_device(name, local_rank=None, nprocs=1):
 
 
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
-    """End with an error if ranks cannot train on what `load_train_objs` returns."""
-    # Only gradients of the model's parameters are averaged. Other parameters, such as a
+    """End with an error if ranks cannot train on these objects of a script."""
+    # DDP averages only gradients of the model's parameters. Other parameters, such as a
     # loss's own, would become different from rank to rank.
     parameters = set(model.parameters())
     for group in optimizer.param_groups:
@@ -259,17 +262,18 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    step = len(sizes) * batch_size  # samples of a whole step; the rest is left out
+    step = len(sizes) * batch_size  # a last step with fewer samples is skipped
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
 def sum_of_weights(model):
-    """The sum of the weights' absolute values, one number to compare ranks by."""
+    """The sum of the weights' absolute values. Ranks compare it: cheap, no proof."""
     total = 0
     for weight in model.parameters():
         weight_sum = weight.detach().abs().float().sum()
-        # If the ranks split the weight (a DTensor), this adds up the sums of the parts.
+        # If ranks split the weight (it is a DTensor then), each has the sum of its part
+        # here, and `full_tensor` adds up these sums over the ranks.
         if hasattr(weight_sum, "full_tensor"):
             weight_sum = weight_sum.full_tensor()
         total += weight_sum.item()
@@ -277,14 +281,14 @@ def sum_of_weights(model):
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with an error if `loss` or weights are NaN, or differ between ranks.
+    """End with an error if `loss` or weights are not finite, or ranks' weights differ.
 
     loss: the same number on all ranks. After each step, they should have the same
     weights, too. If these differ by more than rounding does, 1e-5 of their sum, the
     ranks do not average their gradients.
     """
     sums = gather(sum_of_weights(model))
-    are_finite = math.isfinite(loss + sum(sums))  # one NaN makes the sum NaN
+    are_finite = math.isfinite(loss + sum(sums))  # one NaN makes a sum NaN
     if not are_finite or max(sums) > 1.00001 * min(sums):
         by_rank = ", ".join(f"{weights:.6g}" for weights in sums)
         found = f"loss {loss:.6f}, weights by rank {by_rank}"
@@ -297,7 +301,8 @@ def check_weights(loss, model, epochs_run, path):
 def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one.
 
-    One rank calls it. OSError if it cannot be written: the disk may be full.
+    One rank calls it, after `read_snapshot(path)`: a file that it has never seen is
+    another run's. OSError if it cannot be written: the disk may be full.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # two runs may save at once
@@ -331,7 +336,7 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
     last_seen[os.path.realpath(path)] = os.path.getmtime(path)
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if not {"MODEL_STATE", "OPTIMIZER_STATE", counter} <= snapshot.keys():
+        if not {"MODEL_STATE", "OPTIMIZER_STATE", counter}.issubset(snapshot):
             raise ValueError(f"it has {', '.join(snapshot)}")
         return snapshot
     except Exception as reason:
@@ -342,8 +347,8 @@ def broadcast_snapshot(path, src):
     """Rank `src`'s snapshot at `path`, on every rank.
 
     For several machines, where only some may have the newest file: `src` is a rank
-    that has it. All ranks must call this, after `read_snapshot`. The file travels in
-    parts of 4 MB, because what is sent is copied several times.
+    that has it. All ranks must call this; the others put what they receive into a
+    temporary file. It travels in parts of 4 MB: what is sent is copied several times.
     """
     is_source = dist.get_rank() == src
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
@@ -393,10 +398,10 @@ def check_snapshot(snapshot, model, optimizer, path):
 def print_replaced(old, new, path):
     """Print which settings of a group, such as its rate, a snapshot replaces."""
     for name, value in new.items():
-        saved = old.get(name, value)
-        # A schedule keeps the rate that it began with as `initial_lr`. With a schedule
-        # here, nothing is replaced: it sets the rate. If the saved run had one that
-        # began with this run's rate, the schedule has changed it.
+        saved = old.get(name, value)  # what was not saved is not replaced
+        # A learning-rate schedule keeps the rate that it began with as `initial_lr`. If
+        # this run has a schedule, that sets the rate: print nothing. If only the saved
+        # run had one, which began with this run's rate, say that it changed the rate.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
