@@ -54,7 +54,7 @@ class Trainer:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and dropout follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.generator.manual_seed(epoch)
         torch.manual_seed(epoch)
         self.model.train()
@@ -125,7 +125,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
     )
 
 

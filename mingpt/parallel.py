@@ -63,10 +63,14 @@ def copy_to_cpu(value, copies):
         return [copy_to_cpu(item, copies) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
+    whole = value
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()  # all ranks take part, also those without a part
+    if dist.get_rank() > 0:
+        return None
     place = place_of(value)
     if place not in copies:
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        copies[place] = whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
+        copies[place] = whole.to("cpu", copy=True)
     return copies[place]
 
 
@@ -76,8 +80,9 @@ def place_of(tensor):
     return part.data_ptr(), part.dtype, part.shape, part.stride()
 
 
-def forget_meshes(model):
+def forget_meshes(optimizer):
     """They hold the process group, and PyTorch keeps them in its caches."""
-    for weight in model.parameters():
-        if isinstance(weight, DTensor):
-            vars(weight.device_mesh).clear()
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if isinstance(weight, DTensor):
+                vars(weight.device_mesh).clear()

@@ -37,7 +37,7 @@ def ddp_setup(device):
     dist.init_process_group(
         backend,
         timeout=timedelta(minutes=5),
-        device_id=None if backend == "gloo" else device,  # or NCCL guesses
+        device_id=None if backend == "gloo" else device,  # else NCCL guesses
         **alone,
     )
 
@@ -314,10 +314,10 @@ def prepare_dataloader(tokens, block_size, batch_size, sampler, device):
     )
 
 
-@record  # or torchrun could not show the traceback
+@record  # else torchrun shows no traceback
 def main(args):
     if "RANK" in os.environ:
-        rank, local_rank, world_size = utils.torchrun_env()
+        rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
     else:  # python starts one rank
         rank, local_rank, world_size = (0, None, 1)
     device = utils.set_device(args.device, local_rank)
@@ -379,7 +379,7 @@ def main(args):
     if rank == 0:  # one rank prints
         print(description, flush=True)
     trainer.train()
-    forget_meshes(model)
+    forget_meshes(optimizer)
     # These hold gloo's threads, which may abort or hang the exit.
     del trainer, parallel, model, optimizer
     gc.collect()

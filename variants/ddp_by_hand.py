@@ -16,11 +16,11 @@ import utils
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        store=dist.TCPStore("localhost", port),  # where ranks find one another
-        rank=rank,
-        world_size=world_size,
+        store=dist.TCPStore("localhost", port),  # connects to the store at the end
+        rank=rank,  # the number of this process, from 0 on
+        world_size=world_size,  # how many processes
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
+        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
     )
 
 
@@ -158,7 +158,7 @@ class Trainer:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and dropout follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
@@ -167,7 +167,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -187,16 +187,16 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # broadcast() needs that
+            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # if that was a copy
+            buffer.copy_(contiguous)  # changes nothing if it is itself
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)  # adds up, in place
+        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -241,7 +241,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
     )
 
 
@@ -269,7 +269,7 @@ def main(rank, world_size, port, args):
         bucket_mb=args.bucket_mb,
     )
     trainer.train(args.total_epochs)
-    del trainer  # its gloo threads may abort or hang the exit
+    del trainer  # ends threads of gloo, which may hang or abort the exit
     dist.destroy_process_group()
 
 

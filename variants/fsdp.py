@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):  # the rest is in os.environ
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
+        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
     )
 
 
@@ -147,7 +147,7 @@ class Trainer:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and dropout follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
@@ -156,7 +156,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -175,9 +175,9 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # broadcast() needs that
+            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # if that was a copy
+            buffer.copy_(contiguous)  # changes nothing if it is itself
         batches = torch.tensor(len(self.eval_data), device=self.device)
         dist.all_reduce(batches, dist.ReduceOp.MAX)
         loss_sum = torch.zeros((), device=self.device)
@@ -190,7 +190,7 @@ class Trainer:
             sample = self.eval_data.dataset[0]
             source, _ = self.eval_data.collate_fn([sample])
             self.model(source.to(self.device))  # all ranks must gather equally often
-        dist.all_reduce(loss_sum)  # adds up, in place
+        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -211,7 +211,7 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
         # Machines may not share a disk, and ranks may find different snapshots.
-        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # -1: none
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
@@ -242,13 +242,13 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
     )
 
 
-@record  # or torchrun could not show the traceback
+@record  # else torchrun shows no traceback
 def main(args):
-    rank, local_rank, world_size = utils.torchrun_env()
+    rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
@@ -271,7 +271,7 @@ def main(args):
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
-    del trainer  # its gloo threads may abort or hang the exit
+    del trainer  # ends threads of gloo, which may hang or abort the exit
     # PyTorch's caches keep the mesh, and the mesh keeps the process group. PyTorch has
     # no call that frees it.
     mesh = next(model.parameters()).device_mesh

@@ -24,11 +24,11 @@ ACTIVE = 5  # steps that are measured
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        store=dist.TCPStore("localhost", port),  # where ranks find one another
-        rank=rank,
-        world_size=world_size,
+        store=dist.TCPStore("localhost", port),  # connects to the store at the end
+        rank=rank,  # the number of this process, from 0 on
+        world_size=world_size,  # how many processes
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
+        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
     )
 
 
@@ -170,7 +170,7 @@ class Trainer:
         self._print(self.profile.summary)
 
     def _run_epoch(self, epoch):
-        # Order and dropout follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
@@ -183,14 +183,14 @@ class Trainer:
             loss_sum += self._run_batch(source, targets)
             self.profile.step()
         self.profile.mark("between steps")
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
         self.profile.mark("forward")
-        output = self.ddp_model(source)  # same weights; backward() averages gradients
+        output = self.ddp_model(source)  # the model's weights, averaged gradients
         loss = self.loss_fn(output, targets)
         self.profile.mark("backward")
         loss.backward()
@@ -203,16 +203,16 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # broadcast() needs that
+            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # if that was a copy
+            buffer.copy_(contiguous)  # changes nothing if it is itself
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)  # adds up, in place
+        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -257,7 +257,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
     )
 
 
@@ -285,7 +285,7 @@ def main(rank, world_size, port, args):
         trace=args.trace,
     )
     trainer.train(args.total_epochs)
-    del trainer  # its gloo threads may abort or hang the exit
+    del trainer  # ends threads of gloo, which may hang or abort the exit
     dist.destroy_process_group()
 
 

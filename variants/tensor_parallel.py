@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 import utils
 
 
-def ddp_setup(device, timeout=timedelta(minutes=5)):  # the rest is in os.environ
+def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # or NCCL guesses which
+        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
     )
 
 
@@ -174,7 +174,7 @@ class Trainer:
                 self._save_snapshot()
 
     def _run_epoch(self, epoch):
-        # Order and dropout follow from the epoch: a resumed run repeats them.
+        # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         sampler = self.train_data.sampler  # ranks of a replica draw the same numbers
         torch.manual_seed(epoch * sampler.num_replicas + sampler.rank)
@@ -184,7 +184,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # over the ranks, in place
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -201,9 +201,9 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # broadcast() needs that
+            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # if that was a copy
+            buffer.copy_(contiguous)  # changes nothing if it is itself
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -231,11 +231,11 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
         # Machines may not share a disk, and ranks may find different snapshots.
-        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # by rank
+        epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # -1: none
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:  # also if epochs are the same: the files may differ
+        if max(epochs) >= 0:  # a rank has one; those of one epoch may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -268,13 +268,13 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # or the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
     )
 
 
-@record  # or torchrun could not show the traceback
+@record  # else torchrun shows no traceback
 def main(args):
-    rank, local_rank, world_size = utils.torchrun_env()
+    rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
     if world_size % args.split:
         utils.error(f"--split {args.split} does not divide {world_size} ranks")
     replica = rank // args.split
@@ -303,7 +303,7 @@ def main(args):
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
-    del trainer  # its gloo threads may abort or hang the exit
+    del trainer  # ends threads of gloo, which may hang or abort the exit
     forget_meshes(model)  # or gloo's threads outlive main, and may abort the exit
     dist.destroy_process_group()
 

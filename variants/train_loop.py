@@ -108,7 +108,7 @@ class TrainLoop:
             rank=proc_rank,
             world_size=world_size,
             timeout=timedelta(minutes=5),
-            device_id=None if device.type == "cpu" else device,  # or NCCL guesses
+            device_id=None if device.type == "cpu" else device,  # else NCCL guesses
         )
 
     def configure_ddp(self, model, device_ids):
@@ -137,7 +137,7 @@ class TrainLoop:
             check(self, 1)
             self._run(0, None, 1)
         elif find_launcher():
-            rank, local_rank, world_size = utils.torchrun_env()
+            rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
             self.nprocs = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
             check(self, world_size)
             self._run(rank, local_rank, world_size)

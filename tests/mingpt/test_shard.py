@@ -94,6 +94,17 @@ def test_trains_the_same_with_half_of_the_bytes(runs):
     assert max(bytes_of_parts) < 0.52 * all_bytes < sum(bytes_of_parts)
 
 
+def test_a_rank_may_have_an_empty_part(runs, tmp_path):
+    """Four positions on three ranks: the last has none, and gathers with the others."""
+    run = runs[0]
+    few = ["--block-size", 4, "--batch-size", 2, "--steps", 2, "--eval-every", 2]
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    run(whole, *few, nprocs=3)
+    run(parts, *few, "--shard", nprocs=3)
+    check_runs(whole, parts, "train loss", "val loss")
+
+
 @pytest.mark.waits
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
 @pytest.mark.parametrize("lr", [0.001, 1e38])  # the second: weights are not finite
