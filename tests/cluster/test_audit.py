@@ -1,0 +1,192 @@
+"""cluster/audit.py on scripts with planted mistakes: each is found, and no other."""
+
+from typing import NamedTuple
+
+import pytest
+
+from cluster import audit
+from tools.run.launch import launch, plant
+
+pytestmark = pytest.mark.waits
+
+
+class Mistake(NamedTuple):
+    """A line of a script that is changed, and what the audit says of it."""
+
+    script: str
+    changes: list  # of (old, new)
+    found: str  # the name of the check
+    line: str  # a text of the line that is named
+
+
+WRAPPED = "output = self.ddp_model(source)  # the model's weights, averaged gradients"
+SET_EPOCH = "        self.train_data.sampler.set_epoch(epoch)\n"
+OPTIMIZER = '            "OPTIMIZER_STATE": self.optimizer.state_dict(),\n'
+SEEDED = (
+    "torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank"
+)
+MODEL = "model = torch.nn.Linear(20, 1)"
+WRAPPER = "torch.nn.parallel.DistributedDataParallel(self.model)"
+SAMPLER = "torch.utils.data.DistributedSampler(train_set, drop_last=True)"
+OBJECTS = "train_set, eval_set, model, loss_fn, optimizer = load_train_objs()"
+DROPOUT = "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.Dropout(0.1))"
+NORMALIZED = (
+    "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.BatchNorm1d(1))"
+)
+BUFFERS = "            buffer.copy_(contiguous)  # changes nothing if it is itself\n"
+EVALUATED = "sampler = range(rank, len(eval_set), world_size)  # each sample once"
+SPLIT = """torch.utils.data.random_split(
+        utils.MyTrainDataset(2560), [2048, 512], torch.Generator().manual_seed(SEED)
+    )"""
+
+TRAIN_SET = """train_set = utils.MyTrainDataset(2048)
+    eval_set = utils.MyTrainDataset(512, seed=1)"""
+STEP = "        self.optimizer.step()\n"
+
+MISTAKES = {
+    "the model is called": Mistake(
+        "multigpu.py",
+        [(WRAPPED, "output = self.model(source)")],
+        "wrapper_called",
+        "self.model(source)",
+    ),
+    "set_epoch is gone": Mistake(
+        "multigpu.py", [(SET_EPOCH, "")], "new_order", "in self.train_data:"
+    ),
+    "the optimizer is not saved": Mistake(
+        "multigpu.py", [(OPTIMIZER, "")], "optimizer_saved", "torch.save(snapshot"
+    ),
+    "ranks begin apart": Mistake(
+        "multigpu.py",
+        [
+            (WRAPPER, f"{WRAPPER[:-1]}, init_sync=False)"),
+            (MODEL, f"torch.seed()\n    {MODEL}"),
+        ],
+        "same_start",
+        "self.optimizer.step()",
+    ),
+    "all train on rank 0's share": Mistake(
+        "multigpu.py",
+        [(SAMPLER, f"{SAMPLER[:-1]}, rank=0)")],
+        "own_samples",
+        "in self.train_data:",
+    ),
+    "each rank shuffles the whole set": Mistake(
+        "multigpu.py",
+        [(SAMPLER, f"{SAMPLER[:-1]}, rank=0, num_replicas=1, seed=rank * 99)")],
+        "own_samples",
+        "in self.train_data:",
+    ),
+    "each rank splits the data by itself": Mistake(
+        "multigpu.py",
+        [
+            (
+                TRAIN_SET,
+                "train_set, eval_set = " + SPLIT.replace("SEED", "time.time_ns()"),
+            )
+        ],
+        "same_data",
+        "in self.train_data:",
+    ),
+    "each rank makes data of its own": Mistake(
+        "multigpu.py",
+        [("MyTrainDataset(2048)", "MyTrainDataset(2048, seed=time.time_ns() % 999)")],
+        "same_data",
+        "in self.train_data:",
+    ),
+    "rates differ": Mistake(
+        "multigpu.py",
+        [(OBJECTS, f"{OBJECTS}\n    optimizer.param_groups[0]['lr'] *= 1 + rank / 10")],
+        "same_settings",
+        "self.optimizer.step()",
+    ),
+    "one dropout on all ranks": Mistake(
+        "multigpu.py",
+        [(MODEL, DROPOUT), (SEEDED, "torch.manual_seed(epoch)")],
+        "own_random_numbers",
+        "self.ddp_model(source)",
+    ),
+    "buffers differ": Mistake(
+        "multigpu.py",
+        [(MODEL, NORMALIZED), (BUFFERS, "")],
+        "same_buffers",
+        "output = self.model(source)",
+    ),
+    "all ranks save": Mistake(
+        "multigpu.py",
+        [("if dist.get_rank() == 0:  # one rank writes", "if True:")],
+        "one_writer",
+        "os.replace(",
+    ),
+    "evaluation is padded": Mistake(
+        "multigpu.py",
+        [
+            (EVALUATED, SAMPLER.replace("train_set, drop_last=True", "eval_set")),
+            ("MyTrainDataset(512", "MyTrainDataset(511"),
+        ],
+        "counted_once",
+        "self.model(source)",
+    ),
+    "the snapshot is overwritten": Mistake(
+        "multigpu.py",
+        [("utils.save_atomically(snap", "torch.save(snap")],
+        "written_beside",
+        "torch.save(snapshot",
+    ),
+    "the wrapper is saved": Mistake(
+        "multigpu.py",
+        [('"MODEL_STATE": self.model', '"MODEL_STATE": self.ddp_model')],
+        "plain_keys",
+        "torch.save(snapshot",
+    ),
+    "the group stays": Mistake(
+        "multigpu.py",
+        [("    dist.destroy_process_group()\n", "")],
+        "group_destroyed",
+        "init_process_group(",
+    ),
+    "gradients are scaled when they are clipped": Mistake(
+        "variants/mixed_precision.py",
+        [("self.scaler.unscale_(self.optimizer)", "pass")],
+        "clip_after_unscale",
+        "clip_grad_norm_(",
+    ),
+    "no_sync is gone": Mistake(
+        "variants/gradient_accumulation.py",
+        [
+            (
+                "contextlib.nullcontext() if last else self.ddp_model.no_sync()",
+                "contextlib.nullcontext()",
+            )
+        ],
+        "sent_once",
+        "self.ddp_model(source[micro])",
+    ),
+    "no_sync is there for the last": Mistake(
+        "variants/gradient_accumulation.py",
+        [("contextlib.nullcontext() if last else", "")],
+        "gradients_sent",
+        "self.optimizer.step()",
+    ),
+}
+
+
+def judged(folder, script, **settings):
+    """(findings, what is fine, what was not seen) of two epochs, run in forks."""
+    events = folder / "events"
+    env = audit.environment(events, **settings)
+    done = launch(script, 2, 1, cwd=folder, real="", **env)
+    run = audit.Run(events, done.returncode)
+    assert run.ranks, done.stdout + done.stderr
+    assert not run.broken
+    return audit.judge(run)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted(tmp_path, name):
+    mistake = MISTAKES[name]
+    script = plant(mistake.script, tmp_path, *mistake.changes)
+    findings, _, _ = judged(tmp_path, script)
+    assert [each["mistake"] for each in findings] == [mistake.found], findings
+    named = [audit.code_at(line) for line in findings[0]["lines"]]
+    assert any(mistake.line in code for code in named), findings
