@@ -14,6 +14,8 @@ import collections
 import json
 import linecache
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -876,6 +878,138 @@ def start(command, folder, **settings):
             continue  # the command has received it, too, and ends
 
 
+# Against another command
+
+
+def compare(one, other, names, offset=0):
+    """Yield (lines, step, what) where two runs' weights begin to differ.
+
+    one, other: processes; names: what they are called. offset: how many steps the
+    other did not make.
+    """
+    for number, weights in one.weights.items():
+        rows = one.rows[number]
+        its_rows = other.rows.get(number, [])
+        if [row[2] for row in rows] != [row[2] for row in its_rows]:
+            raise BadInput(f"optimizer {number} holds other weights in {names[1]}")
+        its_weights = other.weights[number]
+        for step in sorted(weights):
+            pairs = weights[step], its_weights.get(step - offset)
+            if pairs[1] is None:
+                continue
+            for row, mine, its in zip(rows, *pairs, strict=True):
+                if differ([mine, its]):
+                    mean, its_mean = mine[1] / row[2], its[1] / row[2]
+                    what = f"{names[0]} had {mean:.10g}, {names[1]} {its_mean:.10g} "
+                    what += f"in {row[0]} after step {step} (mean size); "
+                    what += cause(one, other, number, step)
+                    yield its_lines(other, number, step - offset), step, what
+                    return
+
+
+def its_lines(process, number, step):
+    events = [event for event in process.steps[number] if event["step"] >= step]
+    return events[0]["lines"] if events else []
+
+
+def cause(one, other, number, step):
+    """What usually makes such a difference, from what both did in this step."""
+    if step == 0:
+        return "they begin with other weights: the rest cannot be compared"
+    pair = []
+    for process in (one, other):
+        events = [event for event in process.steps[number] if event["step"] == step]
+        if not events:
+            return "the other one had ended"
+        pair += events
+    rates = [event["groups"][0].get("lr") for event in pair]
+    if rates[0] != rates[1]:
+        return f"learning rates {rates}: does the scheduler count the same steps?"
+    sizes = [sum(size for _, size in event["grads"]) for event in pair]
+    ratio = sizes[1] / sizes[0] if sizes[0] else 0
+    if abs(ratio - round(ratio)) < 1e-6 < ratio and round(ratio) != 1:
+        return f"gradients {round(ratio)} times as large: a sum, not a mean?"
+    if ratio and abs(1 / ratio - round(1 / ratio)) < 1e-6 and round(1 / ratio) != 1:
+        return f"gradients {round(1 / ratio)} times smaller: divided twice?"
+    return "other samples (is the batch divided?), or a mean of unequal means"
+
+
+def like(args, folder, settings):
+    """Run two commands in the same arithmetic; True if their weights are equal."""
+    settings |= {"like": True, "every_step": True}
+    runs = []
+    for name, command in (("other", shlex.split(args.like)), ("this", args.command)):
+        status = start(command, folder / name, **settings)
+        run = Run(folder / name, status)
+        if not run.ranks:
+            raise BadInput(f"{shlex.join(command)} made no step (status {status})")
+        runs.append(run.each()[0])
+    steps = [len(process.steps[0]) for process in runs]
+    found = list(compare(*runs, ["--like", "the command"]))
+    if not found and steps[0] != steps[1]:
+        found = [([], min(steps), f"--like made {steps[0]} steps, not {steps[1]}")]
+    tell_comparison(args, found, f"the weights of both are equal in {steps[0]} steps")
+    return not found
+
+
+def tell_comparison(args, found, fine):
+    if args.json:
+        print(json.dumps({"findings": found, "ok": [] if found else [fine]}))
+        return
+    for lines, step, what in found:
+        place = f"{short(lines[0])}: {code_at(lines[0])}" if lines else ""
+        print(f"\nDIFFERENT from step {step} on  {place}\n  {what}")
+    if not found:
+        print(f"\n{fine}")
+
+
+# After a kill
+
+
+def survive(args, folder, settings):
+    """Kill a rank, start again, and compare with a run that nobody has killed."""
+    if not args.snapshot:
+        raise BadInput(
+            "--kill needs --snapshot, the file that your script resumes from"
+        )
+    aside = Path(f"{args.snapshot}.before-audit")
+    if aside.exists():
+        raise BadInput(f"{aside} is there, from an audit that was cut short: move it")
+    settings |= {"every_step": True}
+    had_one = args.snapshot.exists()
+    if had_one:
+        args.snapshot.rename(aside)
+    runs = []
+    try:
+        for name in ("whole", "killed", "again"):
+            kill = {"kill": args.kill} if name == "killed" else {}
+            status = start(args.command, folder / name, **settings, **kill)
+            runs.append(Run(folder / name, status))
+            if name == "whole" and args.snapshot.exists():
+                shutil.move(args.snapshot, folder / "whole.pt")
+    finally:
+        if args.snapshot.exists():
+            shutil.move(args.snapshot, folder / "again.pt")
+        if had_one:
+            aside.rename(args.snapshot)
+    whole, killed, again = runs
+    if not whole.ranks:
+        raise BadInput("the command made no step")
+    if not (folder / "killed" / "killed").exists():
+        raise BadInput(f"the command made less than {args.kill} steps")
+    last = again if again.ranks else killed  # torchrun may have restarted it
+    one, other = whole.each()[0], last.each()[0]
+    offset = one.steps[0][-1]["step"] - other.steps[0][-1]["step"]
+    found = list(compare(one, other, ["uninterrupted", "resumed"], offset))
+    if not offset:
+        found = [([], 1, "the command began again: it did not resume")]
+    fine = (
+        f"resumed at step {offset}, it ended with the weights of an uninterrupted run"
+    )
+    tell_comparison(args, found, fine)
+    return not found
+
+
 def parse():
     parser = argparse.ArgumentParser(
         prog="audit",
@@ -898,20 +1032,31 @@ def parse():
     return args
 
 
+def watch(args, folder, settings):
+    """Run the command once, and report; True if nothing is wrong."""
+    status = 0
+    if not args.read:
+        status = start(args.command, folder, **settings)
+    run = Run(folder, status)
+    if not run.ranks:
+        seen = "made a step of an optimizer" if run.torch else "imported torch"
+        raise BadInput(f"no process of the command {seen} (status {status})")
+    return report(run, args.json)
+
+
 def main():
     args = parse()
     settings = {"batches": args.batches} if args.batches else {}
     with tempfile.TemporaryDirectory(prefix="audit-") as temporary:
         folder = args.read or args.folder or Path(temporary)
         try:
-            status = 0
-            if not args.read:
-                status = start(args.command, folder.resolve(), **settings)
-            run = Run(folder, status)
-            if not run.ranks:
-                seen = "made a step of an optimizer" if run.torch else "imported torch"
-                raise BadInput(f"no process of the command {seen} (status {status})")
-            fine = report(run, args.json)
+            folder = folder.resolve()
+            if args.like:
+                fine = like(args, folder, settings)
+            elif args.kill:
+                fine = survive(args, folder, settings)
+            else:
+                fine = watch(args, folder, settings)
         except BadInput as error:
             print(f"audit: error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -496,6 +496,9 @@ def numbers_in(group):
 def pre_forward(module, args):
     if not torch.compiler.is_compiling():
         safely(watch.enter, module, args)
+        if settings.get("like"):
+            return exact(args)
+    return None
 
 
 def post_forward(module, args, output):
@@ -513,9 +516,85 @@ def limit(loader_iterator):
             raise StopIteration
         data = original(self)
         safely(watch.deliver, data, self, *self.__dict__.get("_audit_of", (-1, 0)))
-        return data
+        return exact(data) if settings.get("like") else data
 
     loader_iterator.__next__ = watched
+
+
+# What makes two commands comparable
+
+
+def exact(value):
+    """The tensors of a value in float64."""
+
+    def cast(tensor):
+        single = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.double() if single else tensor
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
+
+
+def make_comparable():
+    """Compute in float64, without dropout, on one order of samples.
+
+    Two scripts then differ by rounding alone, unless they train another model.
+    """
+    functional = torch.nn.functional
+    attention = functional.scaled_dot_product_attention
+    normalize = functional.batch_norm
+
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, **others):
+        return attention(query, key, value, attn_mask, 0.0, **others)
+
+    def norm(
+        x, mean, variance, weight=None, bias=None, training=False, *others, **more
+    ):
+        return normalize(x, mean, variance, weight, bias, mean is None, *others, **more)
+
+    for name in vars(functional):
+        if "dropout" in name and not name.startswith("_"):
+            setattr(functional, name, lambda x, *args, **kwargs: x)
+    functional.scaled_dot_product_attention = attend
+    functional.batch_norm = norm
+    torch.nn.SyncBatchNorm.forward = torch.nn.BatchNorm1d.forward
+    patch(torch.nn.RNNBase, "__init__", after=lambda _, self, *a, **k: dry(self))
+    data = torch.utils.data
+    random_order = data.RandomSampler.__iter__
+    shares = data.DistributedSampler.__iter__
+
+    def shuffled(sampler):
+        whole = sampler.num_samples == len(sampler.data_source)
+        if sampler.replacement or not whole:
+            return random_order(sampler)
+        return iter(order(sampler, sampler.num_samples))
+
+    def shared(sampler):
+        if not sampler.shuffle:
+            return shares(sampler)
+        found = order(sampler, len(sampler.dataset))
+        end = len(found) // sampler.num_replicas * sampler.num_replicas
+        return iter(found[sampler.rank : end : sampler.num_replicas])
+
+    def whole_batches(result, batches, sampler, *args, **kwargs):
+        if isinstance(sampler, (data.RandomSampler, data.DistributedSampler)):
+            batches.drop_last = True
+
+    data.RandomSampler.__iter__ = shuffled
+    data.DistributedSampler.__iter__ = shared
+    patch(data.BatchSampler, "__init__", after=whole_batches)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)  # for scripts that set no seed
+
+
+def dry(module):
+    module.dropout = 0.0
+
+
+def order(sampler, size):
+    """A permutation that follows from how often this sampler was asked."""
+    sampler._asked = getattr(sampler, "_asked", 0) + 1
+    generator = torch.Generator().manual_seed(sampler._asked)
+    return torch.randperm(size, generator=generator).tolist()
 
 
 def attach():
@@ -534,6 +613,8 @@ def attach():
     watch = Watch()
     safely(watch.emit, "torch", version=torch.__version__)
     safely(hook)
+    if settings.get("like"):
+        safely(make_comparable)
 
 
 def hook():
@@ -564,7 +645,7 @@ def hook():
     patch(iterator, "_next_index", after=watch.index)
     limit(iterator)
     patch(DDP, "__init__", after=watch.wrap)
-    patch(torch.autograd, "backward", before=watch.backward)
+    patch(torch.Tensor, "backward", before=watch.backward)
     patch(torch.amp.GradScaler, "step", after=watch.skip)
     patch(torch.amp.GradScaler, "scale", after=watch.scale)
     patch(torch.amp.GradScaler, "unscale_", after=watch.unscale)

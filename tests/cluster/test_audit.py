@@ -5,7 +5,9 @@ from typing import NamedTuple
 import pytest
 
 from cluster import audit
-from tools.run.launch import launch, plant
+from tools.run.launch import DISTRIBUTED, launch, plant
+from tools.run.processes import Program
+from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
 
@@ -17,6 +19,7 @@ class Mistake(NamedTuple):
     changes: list  # of (old, new)
     found: str  # the name of the check
     line: str  # a text of the line that is named
+    options: tuple = ()
 
 
 WRAPPED = "output = self.ddp_model(source)  # the model's weights, averaged gradients"
@@ -33,7 +36,7 @@ DROPOUT = "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.Dropout(
 NORMALIZED = (
     "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.BatchNorm1d(1))"
 )
-BUFFERS = "            buffer.copy_(contiguous)  # changes nothing if it is itself\n"
+BUFFERS = "            dist.broadcast(contiguous, src=0)  # rank 0 sends\n"
 EVALUATED = "sampler = range(rank, len(eval_set), world_size)  # each sample once"
 SPLIT = """torch.utils.data.random_split(
         utils.MyTrainDataset(2560), [2048, 512], torch.Generator().manual_seed(SEED)
@@ -112,16 +115,10 @@ MISTAKES = {
         "same_buffers",
         "output = self.model(source)",
     ),
-    "all ranks save": Mistake(
-        "multigpu.py",
-        [("if dist.get_rank() == 0:  # one rank writes", "if True:")],
-        "one_writer",
-        "os.replace(",
-    ),
     "evaluation is padded": Mistake(
         "multigpu.py",
         [
-            (EVALUATED, SAMPLER.replace("train_set, drop_last=True", "eval_set")),
+            (EVALUATED, "sampler = torch.utils.data.DistributedSampler(eval_set)"),
             ("MyTrainDataset(512", "MyTrainDataset(511"),
         ],
         "counted_once",
@@ -150,6 +147,7 @@ MISTAKES = {
         [("self.scaler.unscale_(self.optimizer)", "pass")],
         "clip_after_unscale",
         "clip_grad_norm_(",
+        ("--precision", "fp16"),
     ),
     "no_sync is gone": Mistake(
         "variants/gradient_accumulation.py",
@@ -171,11 +169,122 @@ MISTAKES = {
 }
 
 
-def judged(folder, script, **settings):
+AFTER = "docs/convert_your_script/after.py"
+SUMMED = (
+    "    loss, correct, total = sum_over_processes([loss, correct, total], device)\n"
+)
+LOADER = "for batch_idx, (images, labels) in enumerate(loader):"
+
+MISTAKES |= {
+    "sums of a test stay": Mistake(
+        AFTER, [(SUMMED, "")], "sums_meet", "output = model(images)"
+    ),
+    "an optimizer of copies": Mistake(
+        AFTER,
+        [("Adam(model.parameters()", "Adam([w.clone() for w in model.parameters()]")],
+        "learns",
+        "optimizer.step()",
+    ),
+    "all ranks save": Mistake(
+        AFTER,
+        [
+            (
+                "if dist.get_rank() == 0:\n        save_atomically",
+                "if True:\n        save_atomically",
+            )
+        ],
+        "one_writer",
+        "torch.save(snapshot",
+    ),
+    "the test share is a sampler's": Mistake(
+        AFTER,
+        [
+            (
+                "    test_set = Subset(test_set, range(rank, len(test_set), world_size))\n",
+                "",
+            ),
+            ("[1000, 250]", "[999, 251]"),
+            (
+                "DataLoader(test_set, batch_size=args.batch_size)",
+                "DataLoader(test_set, 60, sampler=DistributedSampler(test_set))",
+            ),
+        ],
+        "counted_once",
+        "output = model(images)",
+    ),
+    "a second model without a wrapper": Mistake(
+        AFTER,
+        [
+            (
+                "model = Net().to(device)",
+                "model = Net().to(device)\n    global bias\n    bias = nn.Linear(4, 4)",
+            ),
+            (
+                "F.cross_entropy(model(images), labels)",
+                "F.cross_entropy(bias(model(images)), labels)",
+            ),
+            (
+                "Adam(model.parameters()",
+                "Adam([*model.parameters(), *bias.parameters()]",
+            ),
+        ],
+        "all_averaged",
+        "bias(model(images))",
+    ),
+    "one order of a shuffled loader": Mistake(
+        AFTER,
+        [("        sampler.set_epoch(epoch)\n", "")],
+        "new_order",
+        LOADER,
+    ),
+    "all see all samples": Mistake(
+        AFTER,
+        [
+            (
+                "sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)",
+                "sampler = torch.utils.data.RandomSampler(train_set)",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+        ],
+        "own_samples",
+        LOADER,
+    ),
+    "no seed for each rank": Mistake(
+        AFTER,
+        [("args.seed + epoch * world_size + rank", "args.seed + epoch")],
+        "own_random_numbers",
+        "model(images)",
+    ),
+    "backward alone is in no_sync": Mistake(
+        AFTER,
+        [("loss.backward()", "with model.no_sync():\n            loss.backward()")],
+        "backward_in_no_sync",
+        "loss.backward()",
+    ),
+    "NaN is saved": Mistake(
+        AFTER,
+        [
+            (
+                "save_once(snapshot, SNAPSHOT)",
+                'snapshot["MODEL_STATE"]["linear.bias"] += '
+                "float('nan')\n        save_once(snapshot, SNAPSHOT)",
+            )
+        ],
+        "finite",
+        "torch.save(snapshot",
+    ),
+}
+
+
+def judged(folder, script, *options, **settings):
     """(findings, what is fine, what was not seen) of two epochs, run in forks."""
     events = folder / "events"
     env = audit.environment(events, **settings)
-    done = launch(script, 2, 1, cwd=folder, real="", **env)
+    if script.name == "after.py":
+        words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "--epochs=2"]
+        done = Program(words, folder, **env).finish()
+    else:
+        done = launch(script, 2, 1, *options, cwd=folder, real="", **env)
     run = audit.Run(events, done.returncode)
     assert run.ranks, done.stdout + done.stderr
     assert not run.broken
@@ -186,7 +295,15 @@ def judged(folder, script, **settings):
 def test_planted(tmp_path, name):
     mistake = MISTAKES[name]
     script = plant(mistake.script, tmp_path, *mistake.changes)
-    findings, _, _ = judged(tmp_path, script)
+    findings, _, _ = judged(tmp_path, script, *mistake.options)
     assert [each["mistake"] for each in findings] == [mistake.found], findings
     named = [audit.code_at(line) for line in findings[0]["lines"]]
     assert any(mistake.line in code for code in named), findings
+
+
+@pytest.mark.parametrize("name", [*DISTRIBUTED, AFTER])
+def test_clean(tmp_path, name):
+    """What the repository's scripts do is no mistake."""
+    findings, fine, _ = judged(tmp_path, ROOT / name)
+    assert not findings, findings
+    assert len(fine) > 10
