@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 import zlib
 from multiprocessing import util
@@ -455,7 +456,8 @@ class Watch:
                 self.inspect(item, facts)
             elif isinstance(item, torch.Tensor) and item.is_floating_point():
                 facts["numbers"] += item.numel()
-                if not local(item).sum(dtype=torch.float64).isfinite():
+                total = local(item).sum(dtype=torch.float64)
+                if not item.is_meta and not total.isfinite():
                     facts["broken"] = str(key)
                 wrapped = str(key).startswith(("module.", "_orig_mod."))
                 if wrapped and "n_averaged" not in value:  # an average has such keys
@@ -612,6 +614,8 @@ def attach():
     not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
     watch = Watch()
     safely(watch.emit, "torch", version=torch.__version__)
+    # The hooks see a compiled module once more, which does no harm here.
+    warnings.filterwarnings("ignore", ".*global hooks on modules")
     safely(hook)
     if settings.get("like"):
         safely(make_comparable)

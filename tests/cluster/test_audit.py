@@ -181,7 +181,7 @@ MISTAKES |= {
     ),
     "an optimizer of copies": Mistake(
         AFTER,
-        [("Adam(model.parameters()", "Adam([w.clone() for w in model.parameters()]")],
+        [("Adam(model.parameters()", "Adam([w.detach().clone() for w in model.parameters()]")],
         "learns",
         "optimizer.step()",
     ),
