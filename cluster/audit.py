@@ -11,6 +11,7 @@ Exit status: 0 nothing is wrong, 1 something is, 2 the audit could not be made.
 
 import argparse
 import collections
+import itertools
 import json
 import linecache
 import os
@@ -35,6 +36,12 @@ CHECKS = {}  # {name of a check: (its function, its page)}
 
 class Unseen(Exception):
     """The run has not shown what a check needs."""
+
+
+class Event(dict):
+    """Its entries are attributes; one that it lacks is None."""
+
+    __getattr__ = dict.get
 
 
 class BadInput(Exception):
@@ -63,24 +70,23 @@ class Process:
 
     def __init__(self, events):
         self.of = collections.defaultdict(list)  # {kind of event: [event, ...]}
-        for number, event in enumerate(events):
-            event["number"] = number
-            self.of[event["kind"]].append(event)
+        for event in events:
+            self.of[event.kind].append(event)
         start = events[0]
         group = self.of["group"] or [{}]
-        self.rank = group[-1].get("rank", int(start["RANK"] or 0))
-        self.host = start["host"]
-        self.time = start["time"]
+        self.rank = group[-1].get("rank", int(start.RANK or 0))
+        self.host = start.host
+        self.time = start.time
         self.steps = self.by_optimizer("step")
         self.weights = {}  # {optimizer: {steps made: [[sum, size] of each]}}
         for number, found in self.by_optimizer("weights").items():
-            self.weights[number] = {event["step"]: event["sums"] for event in found}
+            self.weights[number] = {event.step: event.sums for event in found}
         self.rows = {}  # {optimizer: [[name, lines, numbers, part, averaged], ...]}
         for event in self.of["parameters"]:
-            self.rows[event["optimizer"]] = event["rows"]
+            self.rows[event.optimizer] = event.rows
         self.loaders = {}  # {(loader, iteration): event}
         for event in self.of["iterate"]:
-            self.loaders[event["loader"], event["iteration"]] = event
+            self.loaders[event.loader, event.iteration] = event
         self.trained = collections.defaultdict(list)  # {(loader, iteration): batches}
         self.passes = []  # evaluations: {"batches", "lines", "before", "after"}
         self.sort_batches(events)
@@ -88,7 +94,7 @@ class Process:
     def by_optimizer(self, kind):
         found = collections.defaultdict(list)
         for event in self.of[kind]:
-            found[event["optimizer"]].append(event)
+            found[event.optimizer].append(event)
         return dict(found)
 
     def sort_batches(self, events):
@@ -100,32 +106,32 @@ class Process:
         evaluates = False
         current = None
         for event in events:
-            if event["kind"] == "batch":
+            if event.kind == "batch":
                 if evaluates:
-                    current["batches"] += waiting
+                    current.batches += waiting
                     waiting = []
                     evaluates = False
                 waiting.append(event)
-            elif event["kind"] == "eval":
+            elif event.kind == "eval":
                 if current is None:
-                    current = {"batches": [], "lines": event["lines"], "after": None}
-                    current["before"] = event["meetings"]
-                    current["buffers"] = event.get("buffers")
+                    current = Event(batches=[], lines=event.lines)
+                    current["before"] = event.meetings
+                    current["buffers"] = event.buffers
                     self.passes.append(current)
                 evaluates = True
-            elif event["kind"] == "train":
-                newest = {batch["loader"]: batch["iteration"] for batch in waiting}
+            elif event.kind == "train":
+                newest = {batch.loader: batch.iteration for batch in waiting}
                 for batch in waiting:
-                    key = batch["loader"], batch["iteration"]
+                    key = batch.loader, batch.iteration
                     if newest[key[0]] == key[1]:
                         self.trained[key].append(batch)
                 waiting = []
                 evaluates = False
                 if current:
-                    current["after"] = event["meetings"]
+                    current["after"] = event.meetings
                     current = None
         if evaluates:
-            current["batches"] += waiting
+            current.batches += waiting
         if current:
             current["after"] = events[-1]["meetings"]
 
@@ -133,17 +139,17 @@ class Process:
         """The samples' numbers; [] if some are not known."""
         found = []
         for batch in batches:
-            if batch["indices"] is None:
+            if batch.indices is None:
                 return []
-            found += batch["indices"]
+            found += batch.indices
         return found
 
     def contents(self, loader):
         """{number of a sample: the hashes that it had}"""
         found = collections.defaultdict(set)
         for batch in self.of["batch"]:
-            if batch["loader"] == loader and batch.get("rows"):
-                for index, row in zip(batch["indices"], batch["rows"], strict=True):
+            if batch.loader == loader and batch.rows:
+                for index, row in zip(batch.indices, batch.rows, strict=True):
                     found[index].add(row)
         return found
 
@@ -161,7 +167,7 @@ class Run:
             lines = text[: text.rfind("\n") + 1].splitlines()
             if not lines:
                 continue
-            process = Process([json.loads(line) for line in lines])
+            process = Process([json.loads(line, object_hook=Event) for line in lines])
             self.torch = True
             self.broken += process.of["broken"]
             # After a restart, the last process of a rank counts.
@@ -232,9 +238,9 @@ class Run:
 
     def step_lines(self, number, step):
         for event in self.each()[0].steps[number]:
-            if event["step"] >= step and "lines" in event:
-                return event["lines"]
-        return self.each()[0].steps[number][0]["lines"]
+            if event.step >= step and "lines" in event:
+                return event.lines
+        return self.each()[0].steps[number][0].lines
 
 
 def differ(pairs):
@@ -286,7 +292,7 @@ def wrapper_called(run):
     found = run.first_apart()
     if found:
         for _, event in run.events("bypass")[:1]:
-            yield event["lines"], event["step"] + 1, tell(found[0], found[2])
+            yield event.lines, event.step + 1, tell(found[0], found[2])
 
 
 @check("gradient_accumulation.md#add-up-the-gradients-and-send-them-once")
@@ -300,9 +306,9 @@ def gradients_sent(run):
     found = run.first_apart()
     for process in run.each()[:1]:
         for steps in process.steps.values():
-            unsent = [event for event in steps if event["unsent"]]
+            unsent = [event for event in steps if event.unsent]
             if found and 2 * len(unsent) > len(steps):
-                yield unsent[0]["lines"], unsent[0]["step"], tell(found[0], found[2])
+                yield unsent[0].lines, unsent[0].step, tell(found[0], found[2])
 
 
 @check("troubleshooting.md#weights-by-rank--not-saved-to")
@@ -331,16 +337,15 @@ def same_settings(run):
     """
     first, *others = run.several()
     for number, steps in first.steps.items():
-        groups = {event["step"]: event for event in steps if "groups" in event}
+        groups = {event.step: event for event in steps if "groups" in event}
         for process in others:
             for event in process.steps.get(number, []):
-                mine = groups.get(event["step"])
-                if mine and event.get("groups", mine["groups"]) != mine["groups"]:
+                mine = groups.get(event.step)
+                if mine and event.get("groups", mine.groups) != mine.groups:
                     what = f"rank 0 had {shown(mine['groups'], event['groups'])}, "
                     what += f"rank {process.rank} "
-                    what += shown(event["groups"], mine["groups"])
-                    yield event["lines"], event["step"], what
-                    return
+                    what += shown(event.groups, mine.groups)
+                    yield event.lines, event.step, what
 
 
 def shown(groups, others):
@@ -362,8 +367,10 @@ def same_number_of_steps(run):
     if not all(process.of["end"] for process in processes):
         raise Unseen("the end of every rank")
     for number in processes[0].steps:
-        steps = [process.steps.get(number, [{}])[-1] for process in processes]
-        counts = [event.get("step", 0) for event in steps]
+        steps = [
+            process.steps.get(number, [Event(step=0)])[-1] for process in processes
+        ]
+        counts = [event.step for event in steps]
         if len(set(counts)) > 1:
             what = f"steps by rank: {counts}"
             yield run.step_lines(number, 0), min(counts), what
@@ -427,17 +434,15 @@ def own_samples(run):
             compared = compared or count > 0
             if same > max(len(run.ranks), count / 20):
                 what = f"{same} of {count} samples of rank {other.rank} were rank 0's"
-                yield first.loaders[key]["lines"], None, f"{what} as well"
-                return
+                yield first.loaders[key].lines, None, f"{what} as well"
         inputs = [
-            [event["inputs"] for event in process.of["train"] if event.get("inputs")]
+            [event.inputs for event in process.of["train"] if event.inputs]
             for process in (first, other)
         ]
         compared = compared or bool(inputs[0])
         if inputs[0] == inputs[1] and len(set(inputs[0])) > 2:
             what = f"rank {other.rank} had the inputs of rank 0 in each step"
-            yield first.of["train"][0]["lines"], 1, what
-            return
+            yield first.of["train"][0].lines, 1, what
     if not compared:
         raise Unseen("the samples of two ranks")
 
@@ -451,15 +456,14 @@ def same_data(run):
     """
     first, *others = run.several()
     for key, event in first.loaders.items():
-        if "Distributed" not in event["sampler"]:
+        if "Distributed" not in event.sampler:
             continue
         contents = first.contents(key[0])
         for other in others:
             its = other.loaders.get(key, event)
-            if its["subset"] != event["subset"] or its["length"] != event["length"]:
+            if its.subset != event.subset or its.length != event.length:
                 what = f"rank 0 and rank {other.rank} split off other samples"
-                yield event["lines"], None, what
-                return
+                yield event.lines, None, what
             theirs = other.contents(key[0])
             seen = [index for index in contents if index in theirs]
             hashes = [*contents.values(), *theirs.values()]
@@ -467,8 +471,7 @@ def same_data(run):
             other_ones = [index for index in seen if contents[index] != theirs[index]]
             if other_ones and not augmented:
                 what = f"sample {other_ones[0]} of rank {other.rank} is not rank 0's"
-                yield event["lines"], None, what
-                return
+                yield event.lines, None, what
 
 
 @check("2_multigpu.md#shuffle-anew-in-every-epoch")
@@ -484,10 +487,10 @@ def own_random_numbers(run):
     drawn = []
     same = []
     for number, steps in processes[0].steps.items():
-        mine = {event["step"]: event for event in steps if "random" in event}
+        mine = {event.step: event for event in steps if "random" in event}
         for event in processes[1].steps.get(number, []):
-            pair = event.get("random")
-            other = mine.get(event["step"], {}).get("random")
+            pair = event.random
+            other = mine.get(event.step, Event()).random
             if pair and other and pair[0] != pair[1] and other[0] != other[1]:
                 drawn.append(event)
                 if pair[1] == other[1]:
@@ -496,8 +499,8 @@ def own_random_numbers(run):
         raise Unseen("random numbers in a step")
     if len(same) > max(1, len(drawn) / 2):
         what = f"ranks 0 and 1 drew the same in {len(same)} of {len(drawn)} steps"
-        lines = processes[0].of["train"][0]["lines"] if processes[0].of["train"] else []
-        yield lines or same[0]["lines"], same[0]["step"], what
+        lines = processes[0].of["train"][0].lines if processes[0].of["train"] else []
+        yield lines or same[0].lines, same[0].step, what
 
 
 @check("2_multigpu.md#send-rank-0s-buffers-before-you-evaluate")
@@ -509,16 +512,15 @@ def same_buffers(run):
     """
     lists = []
     for process in run.several():
-        lists.append([each for each in process.passes if each["buffers"]])
+        lists.append([each for each in process.passes if each.buffers])
     if not all(lists):
         raise Unseen("an evaluation with buffers on two ranks")
     for passes in zip(*lists, strict=False):
-        for name in passes[0]["buffers"]:
-            pairs = [each["buffers"].get(name, [0, 0]) for each in passes]
+        for name in passes[0].buffers:
+            pairs = [each.buffers.get(name, [0, 0]) for each in passes]
             if differ(pairs):
                 what = f"{name} is {pairs[0][0]:.7g} on rank 0, {pairs[1][0]:.7g} on "
-                yield passes[0]["lines"], None, f"{what}rank 1 (sums)"
-                return
+                yield passes[0].lines, None, f"{what}rank 1 (sums)"
 
 
 @check("2_multigpu.md#print-and-save-on-rank-0-only")
@@ -530,35 +532,34 @@ def one_writer(run):
     run.several()
     writers = {}
     for rank, event in run.events("save") + run.events("move"):
-        if event["path"]:
-            key = run.ranks[rank].host, event["path"]
+        if event.path:
+            key = run.ranks[rank].host, event.path
             ranks = writers.setdefault(key, {})
             ranks.setdefault(rank, event)
     if not writers:
         raise Unseen("a file that is saved")
     for (_, path), ranks in writers.items():
         if len(ranks) > 1:
-            event = min(ranks.values(), key=lambda each: each["kind"] == "move")
+            event = min(ranks.values(), key=lambda each: each.kind == "move")
             what = f"ranks {sorted(ranks)} wrote {os.path.basename(path)}"
-            yield event["lines"], event.get("step"), what
-            return
+            yield event.lines, event.step, what
 
 
 def evaluations(run):
     """Yield the passes of all ranks over held-out samples, as {rank: [key, ...]}."""
     lists = []
     for process in run.several():
-        lists.append([each for each in process.passes if each["batches"]])
+        lists.append([each for each in process.passes if each.batches])
     if not all(lists):
         raise Unseen("an evaluation on two ranks")
     for passes in zip(*lists, strict=False):
         samples = []
         for process, each in zip(run.each(), passes, strict=True):
-            batch = each["batches"][0]
-            loader = process.loaders.get((batch["loader"], batch["iteration"]), {})
-            prefix = loader.get("subset")
-            found = process.indices(each["batches"])
-            samples.append([(batch["loader"], prefix, index) for index in found])
+            batch = each.batches[0]
+            loader = process.loaders.get((batch.loader, batch.iteration), Event())
+            prefix = loader.subset
+            found = process.indices(each.batches)
+            samples.append([(batch.loader, prefix, index) for index in found])
         if not all(samples):
             raise Unseen("the numbers of held-out samples")
         yield passes, samples
@@ -577,8 +578,7 @@ def counted_once(run):
         distinct = len(set.union(*sets))
         if any(each != sets[0] for each in sets) and distinct < count:
             what = f"{count - distinct} of {distinct} samples were counted twice"
-            yield passes[0]["lines"], None, what
-            return
+            yield passes[0].lines, None, what
 
 
 @check("2_multigpu.md#evaluate-each-held-out-sample-once")
@@ -589,12 +589,11 @@ def sums_meet(run):
     """
     for passes, samples in evaluations(run):
         shares = set(samples[0]) & set(samples[1])
-        alone = all(each["before"] == each["after"] for each in passes)
+        alone = all(each.before == each.after for each in passes)
         if alone and 2 * len(shares) < len(samples[0]):
             counts = [len(each) for each in samples]
             what = f"ranks evaluated {counts} samples, and then sent nothing"
-            yield passes[0]["lines"], None, what
-            return
+            yield passes[0].lines, None, what
 
 
 # Checks of one rank
@@ -636,9 +635,8 @@ def new_order(run):
             shuffled = one != sorted(one)
             if count > 7 and shuffled and one[:count] == other[:count]:
                 what = f"epoch {key[1] + 1} began with the samples {other[:3]} ..., "
-                lines = process.loaders[key]["lines"]
+                lines = process.loaders[key].lines
                 yield lines, None, f"{what}as the epoch before"
-                return
     if not compared:
         raise Unseen("a second epoch")
 
@@ -653,16 +651,16 @@ def sent_once(run):
     if "backward_in_no_sync" in run.found:
         return
     for steps in process.steps.values():
-        several = [event for event in steps if event["sends"] > 1]
+        several = [event for event in steps if event.sends > 1]
         if 2 * len(several) > len(steps):
-            lines = json.loads(several[0]["sent_from"].replace("'", '"'))
-            yield lines, several[0]["step"], f"sent {several[0]['sends']} times"
+            lines = json.loads(several[0].sent_from.replace("'", '"'))
+            yield lines, several[0].step, f"sent {several[0]['sends']} times"
 
 
 def said(run, kind, what):
     """Yield the first event of this kind, which is a mistake by itself."""
     for rank, event in run.events(kind)[:1]:
-        yield event["lines"], event["step"] + 1, f"rank {rank} {what}"
+        yield event.lines, event.step + 1, f"rank {rank} {what}"
 
 
 @check("gradient_accumulation.md#add-up-the-gradients-and-send-them-once")
@@ -694,7 +692,7 @@ def load_to_cpu(run):
 
 
 def snapshots(run):
-    found = [(rank, event) for rank, event in run.events("save") if event["numbers"]]
+    found = [(rank, event) for rank, event in run.events("save") if event.numbers]
     if not found:
         raise Unseen("a snapshot")
     return found
@@ -707,9 +705,8 @@ def plain_keys(run):
     A script without the wrapper cannot load them.
     """
     for _, event in snapshots(run):
-        if event["prefix"]:
-            yield event["lines"], event["step"], f"{event['prefix']} was saved"
-            return
+        if event.prefix:
+            yield event.lines, event.step, f"{event['prefix']} was saved"
 
 
 @check("1_single_gpu.md#save-and-resume")
@@ -723,17 +720,17 @@ def optimizer_saved(run):
     for process in run.each():
         for rows in process.rows.values():
             needed = max(needed, sum(row[2] for row in rows))
-    last = max(process.steps[0][-1]["step"] for process in run.each())
+    last = max(process.steps[0][-1].step for process in run.each())
     early = []
     for _, event in found:
-        if event["optimizer"]:
+        if event.optimizer:
             return
-        if event["step"] < last and event["numbers"] >= needed:
+        if event.step < last and event.numbers >= needed:
             early.append(event)
     if not early:
         raise Unseen("a snapshot before the end")
     what = f"{os.path.basename(early[0]['path'] or 'a snapshot')} has weights alone"
-    yield early[0]["lines"], early[0]["step"], what
+    yield early[0].lines, early[0].step, what
 
 
 @check("1_single_gpu.md#save-and-resume")
@@ -743,10 +740,9 @@ def written_beside(run):
     A kill while it is written leaves no snapshot at all.
     """
     for _, event in snapshots(run):
-        if event.get("again") or event.get("exists"):
+        if event.again or event.exists:
             what = f"{os.path.basename(event['path'])} was overwritten in place"
-            yield event["lines"], event["step"], what
-            return
+            yield event.lines, event.step, what
 
 
 @check("1_single_gpu.md#save-and-resume")
@@ -756,9 +752,8 @@ def finite(run):
     A resumed run has lost its weights, and the good snapshot is overwritten.
     """
     for _, event in snapshots(run):
-        if event["broken"]:
-            yield event["lines"], event["step"], f"{event['broken']} is not finite"
-            return
+        if event.broken:
+            yield event.lines, event.step, f"{event['broken']} is not finite"
 
 
 @check("2_multigpu.md#shut-down-cleanly")
@@ -771,10 +766,9 @@ def group_destroyed(run):
     for process in run.each() if run.status == 0 else ():  # an error is told anyway
         for event in process.of["end"]:
             seen = seen or bool(process.of["group"])
-            if event["initialized"]:
-                lines = process.of["group"][0]["lines"]
+            if event.initialized:
+                lines = process.of["group"][0].lines
                 yield lines, None, f"rank {process.rank} left its process group open"
-                return
     if not seen:
         raise Unseen("the end of a process group")
 
@@ -802,7 +796,7 @@ def judge(run):
     for name, (function, page) in CHECKS.items():
         title, _, why = function.__doc__.partition("\n\n")
         try:
-            found = list(function(run))
+            found = list(itertools.islice(function(run), 1))  # one is enough
         except Unseen as lack:
             unseen[title] = str(lack)
             continue
@@ -826,7 +820,7 @@ def judge(run):
 def report(run, as_json):
     """Print what a run has shown; True if nothing is wrong."""
     findings, fine, unseen = judge(run)
-    steps = max(process.steps[0][-1]["step"] for process in run.each())
+    steps = max(process.steps[0][-1].step for process in run.each())
     if as_json:
         whole = {"findings": findings, "ok": fine, "not seen": unseen, "steps": steps}
         whole |= {"status": run.status, "broken": run.broken}
@@ -904,12 +898,11 @@ def compare(one, other, names, offset=0):
                     what += f"in {row[0]} after step {step} (mean size); "
                     what += cause(one, other, number, step)
                     yield its_lines(other, number, step - offset), step, what
-                    return
 
 
 def its_lines(process, number, step):
-    events = [event for event in process.steps[number] if event["step"] >= step]
-    return events[0]["lines"] if events else []
+    events = [event for event in process.steps[number] if event.step >= step]
+    return events[0].lines if events else []
 
 
 def cause(one, other, number, step):
@@ -918,14 +911,14 @@ def cause(one, other, number, step):
         return "they begin with other weights: the rest cannot be compared"
     pair = []
     for process in (one, other):
-        events = [event for event in process.steps[number] if event["step"] == step]
+        events = [event for event in process.steps[number] if event.step == step]
         if not events:
             return "the other one had ended"
         pair += events
-    rates = [event["groups"][0].get("lr") for event in pair]
+    rates = [event.groups[0].get("lr") for event in pair]
     if rates[0] != rates[1]:
         return f"learning rates {rates}: does the scheduler count the same steps?"
-    sizes = [sum(size for _, size in event["grads"]) for event in pair]
+    sizes = [sum(size for _, size in event.grads) for event in pair]
     ratio = sizes[1] / sizes[0] if sizes[0] else 0
     if abs(ratio - round(ratio)) < 1e-6 < ratio and round(ratio) != 1:
         return f"gradients {round(ratio)} times as large: a sum, not a mean?"
@@ -999,7 +992,7 @@ def survive(args, folder, settings):
         raise BadInput(f"the command made less than {args.kill} steps")
     last = again if again.ranks else killed  # torchrun may have restarted it
     one, other = whole.each()[0], last.each()[0]
-    offset = one.steps[0][-1]["step"] - other.steps[0][-1]["step"]
+    offset = one.steps[0][-1].step - other.steps[0][-1].step
     found = list(compare(one, other, ["uninterrupted", "resumed"], offset))
     if not offset:
         found = [([], 1, "the command began again: it did not resume")]
