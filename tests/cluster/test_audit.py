@@ -1,8 +1,13 @@
 """cluster/audit.py on scripts with planted mistakes: each is found, and no other."""
 
+import json
+import shlex
+import sys
+from argparse import Namespace
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from cluster import audit
 from tools.run.launch import DISTRIBUTED, launch, plant
@@ -173,6 +178,8 @@ AFTER = "docs/convert_your_script/after.py"
 SUMMED = (
     "    loss, correct, total = sum_over_processes([loss, correct, total], device)\n"
 )
+SHARE = "    test_set = Subset(test_set, range(rank, len(test_set), world_size))\n"
+SHARED = "sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)"
 LOADER = "for batch_idx, (images, labels) in enumerate(loader):"
 
 MISTAKES |= {
@@ -181,7 +188,12 @@ MISTAKES |= {
     ),
     "an optimizer of copies": Mistake(
         AFTER,
-        [("Adam(model.parameters()", "Adam([w.detach().clone() for w in model.parameters()]")],
+        [
+            (
+                "Adam(model.parameters()",
+                "Adam([w.detach().clone() for w in model.parameters()]",
+            )
+        ],
         "learns",
         "optimizer.step()",
     ),
@@ -200,7 +212,7 @@ MISTAKES |= {
         AFTER,
         [
             (
-                "    test_set = Subset(test_set, range(rank, len(test_set), world_size))\n",
+                SHARE,
                 "",
             ),
             ("[1000, 250]", "[999, 251]"),
@@ -241,7 +253,7 @@ MISTAKES |= {
         AFTER,
         [
             (
-                "sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)",
+                SHARED,
                 "sampler = torch.utils.data.RandomSampler(train_set)",
             ),
             ("        sampler.set_epoch(epoch)\n", ""),
@@ -307,3 +319,120 @@ def test_clean(tmp_path, name):
     findings, fine, _ = judged(tmp_path, ROOT / name)
     assert not findings, findings
     assert len(fine) > 10
+
+
+ALONE = "python before.py --epochs=2"
+TOGETHER = "torchrun --standalone --nproc-per-node=2 after.py --epochs=2"
+DIFFERENT = {
+    "": [],
+    "is the batch divided": [("args.batch_size // world_size", "args.batch_size")],
+    "does the scheduler count": [
+        (
+            "        optimizer.step()\n",
+            "        optimizer.step()\n        schedule()\n",
+        ),
+        (
+            "    first_lr =",
+            "    global schedule\n    schedule = scheduler.step\n    first_lr =",
+        ),
+    ],
+    "a sum, not a mean": [
+        ("loss.backward()", "(loss * dist.get_world_size()).backward()"),
+    ],
+}
+
+
+@pytest.fixture
+def in_forks(monkeypatch, tmp_path):
+    """`audit.start` runs commands in forks, which have imported torch already."""
+
+    def start(command, events, **settings):
+        env = audit.environment(events, **settings)
+        return Program(command, tmp_path, **env).finish().returncode
+
+    monkeypatch.setattr(audit, "start", start)
+    monkeypatch.chdir(tmp_path)
+
+
+def arguments(**given):
+    return Namespace(command=shlex.split(TOGETHER), json=False, **given)
+
+
+@pytest.mark.parametrize("cause", DIFFERENT)
+def test_like(tmp_path, in_forks, capsys, cause):
+    """Both scripts have dropout, and neither has a switch."""
+    plant("docs/convert_your_script/before.py", tmp_path)
+    plant(AFTER, tmp_path, *DIFFERENT[cause])
+    equal = audit.like(arguments(like=ALONE), tmp_path / "events", {})
+    printed = capsys.readouterr().out
+    assert equal == (not cause), printed
+    assert cause in printed
+    if not cause:
+        assert "equal in 32 steps" in printed
+
+
+RESUMED = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
+
+
+@pytest.mark.parametrize("change", [(), (RESUMED, "")])
+def test_kill(tmp_path, in_forks, capsys, change):
+    plant(AFTER, tmp_path, *filter(None, [change]))
+    snapshot = tmp_path / "stripes_snapshot.pt"
+    snapshot.write_text("the reader's own")
+    args = arguments(kill=20, snapshot=snapshot)
+    equal = audit.survive(args, tmp_path / "events", {})
+    printed = capsys.readouterr().out
+    assert equal == (not change), printed
+    assert ("resumed at step 16" if equal else "after step 17") in printed
+    assert snapshot.read_text() == "the reader's own"
+
+
+def test_harmless(tmp_path):
+    """A watched run saves what an unwatched one saves, bit for bit."""
+    saved = []
+    for name in ("watched", "alone"):
+        folder = tmp_path / name
+        folder.mkdir()
+        env = audit.environment(tmp_path / "events") if name == "watched" else {}
+        done = launch(ROOT / "multigpu.py", 2, 1, cwd=folder, real="", **env)
+        assert done.returncode == 0
+        path = folder / "snapshot.pt"
+        saved.append(torch.load(path, weights_only=True))
+        assert [each.name for each in folder.iterdir()] == ["snapshot.pt"]
+    assert repr(saved[0]) == repr(saved[1])
+    one, other = (each["MODEL_STATE"]["weight"] for each in saved)
+    assert one.equal(other)
+
+
+def typed(folder, *words):
+    """What `python audit.py WORDS` prints, and its status, in new interpreters."""
+    script = ROOT / "cluster" / "audit.py"
+    return Program([sys.executable, script, *words], folder, real=True).finish()
+
+
+def test_typed(tmp_path):
+    plant(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
+    words = shlex.split(TOGETHER)
+    done = typed(tmp_path, "--json", "--batches=4", f"--folder={tmp_path}/kept", *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("\n{") :])
+    assert [each["mistake"] for each in found["findings"]] == ["new_order"]
+    assert found["steps"] == 8
+    assert "the process group is destroyed at the end" in found["ok"]
+    again = typed(tmp_path, f"--read={tmp_path}/kept")
+    assert again.returncode == 1
+    assert again.stdout.startswith("\n1 mistake in 8 steps of 2 processes")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "type the command"),
+        (("no-such-program",), "cannot start no-such-program: No such file"),
+        (("python", "-c", "pass"), "no process of the command imported torch"),
+    ],
+)
+def test_bad_input(tmp_path, words, line):
+    done = typed(tmp_path, *words)
+    assert done.returncode == 2
+    assert line in done.stderr
