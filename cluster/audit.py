@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 ROUNDING = 1e-6  # by this share of their size, sums of equal weights may differ
@@ -88,6 +89,7 @@ class Process:
         for event in self.of["iterate"]:
             self.loaders[event.loader, event.iteration] = event
         self.trained = collections.defaultdict(list)  # {(loader, iteration): batches}
+        self.contents = {}  # {loader: {number of a sample: its hash, each time}}
         self.passes = []  # evaluations: {"batches", "lines", "before", "after"}
         self.sort_batches(events)
 
@@ -107,6 +109,11 @@ class Process:
         current = None
         for event in events:
             if event.kind == "batch":
+                hashes = self.contents.setdefault(event.loader, {})
+                for index, row in zip(
+                    event.indices or (), event.rows or (), strict=False
+                ):
+                    hashes.setdefault(index, []).append(row)
                 if evaluates:
                     current.batches += waiting
                     waiting = []
@@ -142,15 +149,6 @@ class Process:
             if batch.indices is None:
                 return []
             found += batch.indices
-        return found
-
-    def contents(self, loader):
-        """{number of a sample: the hashes that it had}"""
-        found = collections.defaultdict(set)
-        for batch in self.of["batch"]:
-            if batch.loader == loader and batch.rows:
-                for index, row in zip(batch.indices, batch.rows, strict=True):
-                    found[index].add(row)
         return found
 
 
@@ -366,6 +364,8 @@ def same_number_of_steps(run):
     processes = run.several()
     if not all(process.of["end"] for process in processes):
         raise Unseen("the end of every rank")
+    if run.events("uneven"):
+        return  # DDP's join is made for that
     for number in processes[0].steps:
         steps = [
             process.steps.get(number, [Event(step=0)])[-1] for process in processes
@@ -399,6 +399,11 @@ def share_a_batch(one, other):
     return False
 
 
+def is_augmented(contents):
+    """Whether some sample was another one when it came again."""
+    return any(len(set(hashes)) > 1 for hashes in contents)
+
+
 def overlap(one, other, key):
     """(how many samples of `other` are samples of `one`, how many it has)."""
     mine = one.indices(one.trained[key])
@@ -406,14 +411,16 @@ def overlap(one, other, key):
     if len(set(theirs)) < len(theirs):  # drawn with replacement: they meet by chance
         return 0, len(theirs)
     common = set(mine) & set(theirs)
-    contents = one.contents(key[0])
-    others = other.contents(key[0])
-    again = max(map(len, contents.values()), default=0) > 1  # it is augmented
-    if not again:  # each rank may have data of its own under the same numbers
+    contents = one.contents.get(key[0], {})
+    others = other.contents.get(key[0], {})
+    if not is_augmented(
+        contents.values()
+    ):  # each rank may have data of its own under the same numbers
         common = [
             index
             for index in common
-            if not contents[index] or contents[index] & others[index]
+            if set(contents.get(index, ())) & set(others.get(index, ()))
+            or index not in contents
         ]
     return len(common), len(theirs)
 
@@ -458,18 +465,20 @@ def same_data(run):
     for key, event in first.loaders.items():
         if "Distributed" not in event.sampler:
             continue
-        contents = first.contents(key[0])
+        contents = first.contents.get(key[0], {})
         for other in others:
             its = other.loaders.get(key, event)
             if its.subset != event.subset or its.length != event.length:
                 what = f"rank 0 and rank {other.rank} split off other samples"
                 yield event.lines, None, what
-            theirs = other.contents(key[0])
+            theirs = other.contents.get(key[0], {})
             seen = [index for index in contents if index in theirs]
             hashes = [*contents.values(), *theirs.values()]
-            augmented = any(len(values) > 1 for values in hashes)
-            other_ones = [index for index in seen if contents[index] != theirs[index]]
-            if other_ones and not augmented:
+            other_ones = [
+                index for index in seen if contents[index][0] != theirs[index][0]
+            ]
+            known = any(len(values) > 1 for values in hashes)  # it comes as before
+            if other_ones and known and not is_augmented(hashes):
                 what = f"sample {other_ones[0]} of rank {other.rank} is not rank 0's"
                 yield event.lines, None, what
 
@@ -692,7 +701,8 @@ def load_to_cpu(run):
 
 
 def snapshots(run):
-    found = [(rank, event) for rank, event in run.events("save") if event.numbers]
+    saved = run.events("save")
+    found = [pair for pair in saved if pair[1].numbers or pair[1].optimizer]
     if not found:
         raise Unseen("a snapshot")
     return found
@@ -740,7 +750,7 @@ def written_beside(run):
     A kill while it is written leaves no snapshot at all.
     """
     for _, event in snapshots(run):
-        if event.again or event.exists:
+        if event.again:
             what = f"{os.path.basename(event['path'])} was overwritten in place"
             yield event.lines, event.step, what
 
@@ -817,6 +827,18 @@ def judge(run):
     return findings, fine, unseen
 
 
+def rates(run):
+    """The learning rates of rank 0; whether they are right is yours to say."""
+    found = []
+    last = None
+    for event in run.each()[0].steps[0]:
+        rate = event.groups and event.groups[0].lr
+        if rate not in (None, last):
+            last = rate
+            found.append(f"{rate:.6g} from step {event.step}")
+    return [*found[:6], f"{len(found) - 6} others"] if len(found) > 7 else found
+
+
 def report(run, as_json):
     """Print what a run has shown; True if nothing is wrong."""
     findings, fine, unseen = judge(run)
@@ -838,9 +860,14 @@ def report(run, as_json):
             print(f"  called from {', '.join(places[1:])}")
         for key in ("seen", "why", "page"):
             print(f"  {finding[key]}")
-    print("\nfine: " + "; ".join(fine))
     lacks = [f"{title} (needs {lack})" for title, lack in unseen.items()]
-    print("not seen: " + "; ".join(lacks))
+    for name, items in (("fine", fine), ("not seen", lacks), ("rates", rates(run))):
+        print(f"\n{name}:")
+        print(
+            textwrap.fill(
+                "; ".join(items), 88, initial_indent="  ", subsequent_indent="  "
+            )
+        )
     for event in run.broken:
         print(f"the audit itself failed in a process: {event['what']}")
     return not findings

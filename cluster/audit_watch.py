@@ -358,15 +358,14 @@ class Watch:
         facts = {"optimizer": number, "step": count + 1, "unsent": self.unsent}
         facts["sends"] = self.sends[lines] if lines else 0
         facts["sent_from"] = lines
-        groups = optimizer.param_groups
-        parameters = [each for group in groups for each in group["params"]]
-        if len(parameters) != self.optimized.get(parameters[0]):
+        parameters = parameters_of(optimizer)
+        if parameters and len(parameters) != self.optimized.get(parameters[0]):
             for each in parameters:
                 self.optimized[each] = len(parameters)
             self.emit("parameters", optimizer=number, rows=self.rows(parameters))
         if self.reads(count):
             facts["lines"] = where()
-            facts["groups"] = [numbers_in(group) for group in groups]
+            facts["groups"] = [numbers_in(group) for group in optimizer.param_groups]
             now = random_state()
             facts["random"] = [self.random, now]
             self.random = now
@@ -397,9 +396,7 @@ class Watch:
         self.outer = None
         count = self.steps[optimizer]
         if settings.get("every_step"):
-            groups = optimizer.param_groups
-            parameters = [each for group in groups for each in group["params"]]
-            self.read(self.numbers[optimizer], count, parameters)
+            self.read(self.numbers[optimizer], count, parameters_of(optimizer))
         if count == settings.get("kill"):
             self.kill()
 
@@ -439,7 +436,6 @@ class Watch:
         self.inspect(obj, facts)
         if isinstance(path, (str, os.PathLike)):
             path = os.path.realpath(path)
-            facts["exists"] = path == os.path.realpath(f) if path is f else False
             facts["again"] = path in self.saved
             self.saved.add(path)
         self.emit("save", path=path, step=self.step, lines=where(), **facts)
@@ -452,7 +448,9 @@ class Watch:
             facts["optimizer"] = True
             return
         for key, item in value.items():
-            if isinstance(item, (dict, list, tuple)):
+            if isinstance(item, torch.optim.Optimizer):
+                facts["optimizer"] = True
+            elif isinstance(item, (dict, list, tuple)):
                 self.inspect(item, facts)
             elif isinstance(item, torch.Tensor) and item.is_floating_point():
                 facts["numbers"] += item.numel()
@@ -471,9 +469,12 @@ class Watch:
             self.emit("move", source=source, path=path, lines=where())
 
     def load(self, result, f, map_location=None, *args, **kwargs):
-        devices = {str(tensor.device) for tensor in tensors_in(result)} - {"cpu"}
-        if map_location is None and devices:
-            self.once("load", devices=sorted(devices))
+        devices = {tensor.device for tensor in tensors_in(result)}
+        others = [each for each in devices if each.type not in ("cpu", "meta")]
+        if map_location is None and others:
+            own = torch.accelerator.current_device_index()
+            if any(each.index != own for each in others):
+                self.once("load")
 
     def join(self, *args, **kwargs):
         self.emit("group", rank=dist.get_rank(), lines=where())
@@ -482,6 +483,10 @@ class Watch:
         if self.file:
             self.emit("end", initialized=dist.is_initialized())
             self.file = None
+
+
+def parameters_of(optimizer):
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def numbers_in(group):
@@ -508,19 +513,22 @@ def post_forward(module, args, output):
         safely(watch.leave, module, args)
 
 
-def limit(loader_iterator):
-    """Wrap the loaders' `__next__`: it delivers at most `batches` of an epoch."""
-    original = loader_iterator.__next__
+def watch_batches(loader, iterator):
+    """Wrap what delivers batches: at most `batches` of an epoch, if that is set."""
+    advance = iterator.__next__
+    length = loader.__len__
+    most = settings.get("batches", sys.maxsize)
 
-    @functools.wraps(original)
+    @functools.wraps(advance)
     def watched(self):
-        if self._num_yielded >= settings.get("batches", float("inf")):
+        if self._num_yielded >= most:
             raise StopIteration
-        data = original(self)
+        data = advance(self)
         safely(watch.deliver, data, self, *self.__dict__.get("_audit_of", (-1, 0)))
         return exact(data) if settings.get("like") else data
 
-    loader_iterator.__next__ = watched
+    iterator.__next__ = watched
+    loader.__len__ = lambda self: min(most, length(self))
 
 
 # What makes two commands comparable
@@ -622,6 +630,7 @@ def attach():
 
 
 def hook():
+    from torch.distributed.algorithms.join import Join
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
@@ -647,7 +656,7 @@ def hook():
     patch(iterator, "_reset", before=watch.restart)
     patch(DataLoader, "__iter__", after=watch.iterate)
     patch(iterator, "_next_index", after=watch.index)
-    limit(iterator)
+    watch_batches(DataLoader, iterator)
     patch(DDP, "__init__", after=watch.wrap)
     patch(torch.Tensor, "backward", before=watch.backward)
     patch(torch.amp.GradScaler, "step", after=watch.skip)
@@ -659,6 +668,7 @@ def hook():
     for name in MEETINGS.split():
         patch(dist, name, before=watch.meet)
     patch(dist, "init_process_group", after=watch.join)
+    patch(Join, "__enter__", before=lambda _: watch.emit("uneven"))
     patch(torch, "save", before=watch.save)
     patch(torch, "load", after=watch.load)
     patch(os, "replace", after=watch.move)
