@@ -737,6 +737,8 @@ def optimizer_saved(run):
             return
         if event.step < last and event.numbers >= needed:
             early.append(event)
+    if run.events("parts"):
+        raise Unseen("a snapshot that is one file")
     if not early:
         raise Unseen("a snapshot before the end")
     what = f"{os.path.basename(early[0]['path'] or 'a snapshot')} has weights alone"
