@@ -273,6 +273,40 @@ MISTAKES |= {
         "backward_in_no_sync",
         "loss.backward()",
     ),
+    "all pick the same batch": Mistake(
+        AFTER,
+        [
+            (
+                "        images, labels = images.to(device), labels.to(device)\n"
+                "        optimizer",
+                "        pick = torch.Generator().manual_seed(batch_idx)\n"
+                "        pick = torch.randint(1000, (30,), generator=pick).tolist()\n"
+                "        images = torch.stack([loader.dataset[i][0] for i in pick])\n"
+                "        labels = torch.stack([loader.dataset[i][1] for i in pick])\n"
+                "        optimizer",
+            )
+        ],
+        "own_samples",
+        "model(images)",
+    ),
+    "betas differ": Mistake(
+        AFTER,
+        [
+            (
+                "    first_lr =",
+                "    optimizer.param_groups[0]['betas'] = (0.9, 0.99 - rank / 100)\n"
+                "    first_lr =",
+            )
+        ],
+        "same_settings",
+        "optimizer.step()",
+    ),
+    "one rank loads other weights": Mistake(
+        AFTER,
+        [("    first_lr =", "    model.conv1.bias.data += rank\n    first_lr =")],
+        "same_start",
+        "optimizer.step()",
+    ),
     "NaN is saved": Mistake(
         AFTER,
         [
