@@ -161,10 +161,8 @@ def hashes(value, count=None):
             rows = rows[:, :: 1 + rows.shape[1] // COLUMNS].double()
             weights = torch.arange(1, rows.shape[1] + 1, device=rows.device)
             found.append((rows * weights.double().cos()).sum(1))
-        if not found:
-            return []
-        rows = torch.stack(found, 1).tolist()
-    return [" ".join(f"{number:.6g}" for number in row) for row in rows]
+        numbers = sum(found).tolist() if found else []
+    return [f"{number:.9g}" for number in numbers]
 
 
 def random_state():
