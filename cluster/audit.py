@@ -221,7 +221,7 @@ class Run:
 
     def first_apart(self):
         """The first of `differences` in which something differs, or None."""
-        if not self.apart and len(self.ranks) > 1:
+        if len(self.ranks) > 1 and (not self.apart or self.splits_by_hand()):
             raise Unseen("the same weights on two ranks")
         for step, number, apart in self.apart:
             if apart:
@@ -233,6 +233,17 @@ class Run:
                 if [] not in later:  # else ranks meet every few steps, as in DiLoCo
                     return step, number, apart
         return None
+
+    def splits_by_hand(self):
+        """Whether ranks take the same batches, and some weights are parts of one."""
+        lists = []
+        for process in self.each()[:2]:
+            seen = [event.inputs for event in process.of["train"] if event.inputs]
+            lists.append(seen)
+        if not self.apart or not lists[0] or lists[0] != lists[-1]:
+            return False
+        _, number, apart = self.apart[-1]
+        return 0 < len(apart) < len(self.each()[0].rows[number])
 
     def step_lines(self, number, step):
         for event in self.each()[0].steps[number]:
@@ -391,8 +402,10 @@ def same_weights(run):
         yield run.step_lines(number, step), step, tell(step, apart)
 
 
-def share_a_batch(one, other):
+def share_a_batch(run, one, other):
     """Whether two ranks have different parts of one model, as tensor parallel ones."""
+    if run.splits_by_hand():
+        return True
     for number, rows in one.rows.items():
         its = other.rows.get(number, [])
         for row, its_row in zip(rows, its, strict=False):
@@ -436,7 +449,7 @@ def own_samples(run):
     first, *others = run.several()
     compared = False
     for other in others:
-        if share_a_batch(first, other):
+        if share_a_batch(run, first, other):
             continue
         for key in first.trained:
             same, count = overlap(first, other, key)
@@ -493,7 +506,7 @@ def own_random_numbers(run):
     average over the ranks does not average this noise away.
     """
     processes = run.several()
-    if "own_samples" in run.found or share_a_batch(processes[0], processes[1]):
+    if "own_samples" in run.found or share_a_batch(run, *processes[:2]):
         raise Unseen("ranks with different samples")
     drawn = []
     same = []
@@ -584,6 +597,10 @@ def counted_once(run):
     result depends on the number of processes.
     """
     for passes, samples in evaluations(run):
+        batch = passes[0].batches[0]
+        loader = run.each()[0].loaders.get((batch.loader, batch.iteration), Event())
+        if "Distributed" not in (loader.sampler or ""):
+            continue  # a sampler of yours may pad, and leave the padding out again
         sets = [set(each) for each in samples]
         count = sum(map(len, sets))
         distinct = len(set.union(*sets))

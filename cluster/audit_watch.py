@@ -188,6 +188,7 @@ class Watch:
         self.loaders = weakref.WeakKeyDictionary()  # {loader: [number, iterations]}
         self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: how it was called}
         self.outer = None  # the outermost module that runs now, by a weak reference
+        self.parameters = []  # its own
         self.thread = threading.get_ident()
         self.inside_wrapper = False
         self.sends = collections.Counter()  # {line of a forward pass: times sent}
@@ -290,6 +291,9 @@ class Watch:
         if self.outer is None or self.outer() in (None, module):
             self.outer = weakref.ref(module)
             self.inside_wrapper = False
+            self.parameters = list(module.parameters())  # FSDP has others inside
+            if self.parameters and self.parameters[0] not in self.names:
+                self.name(module)
             # A compiled module calls no hook of those inside it.
             parts = module.modules() if hasattr(module, "_orig_mod") else [module]
         else:
@@ -307,11 +311,10 @@ class Watch:
         if threading.get_ident() != self.thread:
             return
         self.outer = None
-        parameters = list(module.parameters())
+        parameters = self.parameters
+        self.parameters = []
         if not parameters:
             return  # a loss
-        if parameters[0] not in self.names:
-            self.name(module)
         trains = module.training and torch.is_grad_enabled()
         averaged = any(parameter in self.averaged for parameter in parameters)
         if trains and averaged and not self.inside_wrapper:
