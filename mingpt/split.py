@@ -31,7 +31,8 @@ CUTS = {
 
 def cut_of(name):
     """What CUTS has for a weight, such as transformer.h.0.mlp.c_fc.bias, or None."""
-    return CUTS.get(name.split(".", 3)[-1])
+    in_block = name.split(".", 3)[-1]  # such as mlp.c_fc.bias
+    return CUTS.get(in_block)
 
 
 def check(size, model, optimizer, shard, dtype):
@@ -121,10 +122,14 @@ class Split(Whole):
             attn.attention = partial(attend, attn.attention, self.group.rank())
 
     def _part(self, name, whole):
-        """A copy of what this rank has of a tensor for the weight `name`."""
-        if not cut_of(name):
+        """What this rank has of a tensor for the weight `name`.
+
+        It is a copy of a part, or `whole` itself if the weight is not cut.
+        """
+        cut = cut_of(name)
+        if cut is None:
             return whole
-        dim, matrices = cut_of(name)
+        dim, matrices = cut
         whole = whole.unflatten(dim, (matrices, -1))
         part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
         return part.flatten(dim, dim + 1).clone()
@@ -134,7 +139,7 @@ class Split(Whole):
         dim, matrices = cut_of(name)
         parts = [torch.empty_like(part) for _ in range(self.replica_size)]
         dist.all_gather(parts, part, group=self.group)
-        parts = [part.unflatten(dim, (matrices, -1)) for part in parts]
+        parts = [each.unflatten(dim, (matrices, -1)) for each in parts]
         return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
     def clip_grad_norm_(self, model, max_norm):
