@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
 from mingpt.model import GPT
-from mingpt.parallel import Whole, copy_to_cpu, place_of
+from mingpt.parallel import Parallel, copy_to_cpu, place_of
 
 # {a weight of a block: (the dimension along which it is cut, how many matrices are in
 # it)}. A Linear has its outputs along dimension 0, and its inputs along 1.
@@ -83,7 +83,7 @@ def attend(attention, rank, q, k, v, dropout):
         return attention(q, k, v, dropout)
 
 
-class Split(Whole):
+class Split(Parallel):
     """Each rank has a part of each layer. `replica_size` neighbours have all parts."""
 
     def __init__(self, replica_size):
@@ -156,7 +156,7 @@ class Split(Whole):
         norm = (square + get_total_norm(others) ** 2).sqrt()
         clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
-    def gather(self, model, optimizer):
+    def whole_copies(self, model, optimizer):
         copies = {}
         for name, weight in model.named_parameters():
             if cut_of(name):

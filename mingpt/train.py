@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import utils
 from mingpt import batches, checks, data, loading, options, report, split
-from mingpt.parallel import Sharded, Whole, copy_to_cpu, forget_meshes
+from mingpt.parallel import Parallel, Sharded, Whole, copy_to_cpu, forget_meshes
 
 
 def ddp_setup(device):
@@ -52,7 +52,7 @@ class Trainer:
         eval_data: DataLoader,
         device: torch.device,
         corpus: data.Corpus,
-        parallel: Whole,
+        parallel: Parallel,
         dtype: torch.dtype,
         steps: int,
         eval_every: int,
@@ -251,7 +251,7 @@ class Trainer:
             "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
-        copies = self.parallel.gather(self.model, self.optimizer)
+        copies = self.parallel.whole_copies(self.model, self.optimizer)
         snapshot = copy_to_cpu(snapshot, copies)
         if dist.get_rank() == 0:  # one rank writes
             self.writing = self.writer.submit(
