@@ -104,8 +104,7 @@ class Trainer:
             )
             # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
             both = train_loss + held_out_loss
-            if self.skipped:  # a loss was too large, but no weight has moved then
-                both = held_out_loss
+            both = held_out_loss if self.skipped else both  # no weight has moved then
             utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()

@@ -155,15 +155,15 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        # Machines may not share a disk, and ranks may find different snapshots.
         done = (-1, 0)  # (epochs, samples of the one under way)
         if snapshot:  # other scripts save no SAMPLES_RUN
             done = snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)
-        dist.all_gather_object(epochs, done)
+        epochs = utils.gather(done)
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= (0, 0):
+        if max(epochs) >= (0, 0):  # a rank has one; those of one epoch may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
