@@ -98,7 +98,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.dp_model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -141,7 +141,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 
