@@ -89,7 +89,8 @@ def error(message):
     # Mostly all ranks find the same fault, and one line is enough. So the first rank of
     # a machine prints and ends, and the launcher ends the others while they sleep. If
     # only another rank finds a fault, that rank prints it after the sleep. `spawn` sets
-    # no LOCAL_RANK, but has one machine: there, the local rank is the rank.
+    # no LOCAL_RANK, but has one machine: there, the local rank is the rank. (Before the
+    # group exists, each of its ranks counts as 0, and all may print.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
@@ -194,8 +195,9 @@ def spawn(main, args, nprocs):
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
     # When this process dies, the system sends SIGINT (as Ctrl-C does) to the ranks:
-    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT,
-    # and so would its ranks, which then live on. With SIG_DFL, SIGINT ends it again.
+    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT.
+    # New processes inherit that, so its ranks would ignore it, too, and live on. With
+    # SIG_DFL (do not ignore), set before the ranks start, SIGINT ends them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -255,7 +257,10 @@ def set_device(name, local_rank=None, nprocs=1):
 
 
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
-    """End with an error if ranks cannot train on these objects of a script."""
+    """End with an error if ranks cannot train on these objects of a script.
+
+    batch_size: of one rank. Scripts whose ranks share a batch need fewer samples.
+    """
     # DDP averages only gradients of the model's parameters. Other parameters, such as a
     # loss's own, would become different from rank to rank.
     parameters = set(model.parameters())
@@ -352,8 +357,8 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
 def broadcast_snapshot(path, src):
     """Rank `src`'s snapshot at `path`, on every rank.
 
-    For several machines, where only some may have the newest file: after each rank has
-    read its own, `src` is one with the most epochs. All ranks must call this; the
+    For several machines, where only some may have the newest file: each rank reads its
+    own, and the caller chooses a `src` with the most epochs. All ranks call this; the
     others put what they receive into a temporary file. It travels in parts of 4 MB,
     because what is sent is copied several times.
     """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has the rest
@@ -125,7 +125,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
+        for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
             contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
             dist.broadcast(contiguous, src=0)  # rank 0 sends
             buffer.copy_(contiguous)  # needed if it is a copy
@@ -137,7 +137,7 @@ class Trainer:
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
             correct += (output.argmax(1) == targets).sum()
-        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
+        dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         dist.all_reduce(correct)
         samples = len(self.eval_data.dataset)
         return loss_sum.item() / samples, correct.item() / samples
@@ -159,12 +159,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        # Machines may not share a disk, and ranks may find different snapshots.
+        # Without a shared disk, some machines have no snapshot, or an older one.
         epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # -1: none
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:  # a rank has one; equal epochs may be other files
+        if max(epochs) >= 0:  # a rank has one; files of equal epochs may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -250,8 +250,8 @@ def end_with_rank(worker):
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set, eval_set = load_digits()
     model = torch.nn.Linear(64, 10)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
