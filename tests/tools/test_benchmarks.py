@@ -61,13 +61,10 @@ def test_scaling_is_measured_and_predicted():
     options = "variants/fsdp.py", "--rounds", 1, "--steps", 2, "--batch-size", 256
     text, found = tables("benchmarks.scaling", *options)
     assert found["1 rank"][1] == found["2 devices"][1] == 1
-    one_rank, links = found["1 rank"], found["hosts, 100M"]
-    assert one_rank[2] > links[2], "the share in which it computes"
-    assert links[1] < 1
+    assert found["1 rank"][2] > 80, "percent: it waits for nobody"
+    assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
     errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", text)
-    assert len(errors) == 3
-    # Other programs may slow two of the three rows down. A wrong formula misses all.
-    assert min(abs(int(x)) for x in errors) <= 25
+    assert len(errors) == 3 and all(abs(int(x)) <= 25 for x in errors)
 
 
 @needs_networks
