@@ -8,7 +8,7 @@ import time
 import torch
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 class Trainer:
@@ -82,7 +82,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -108,8 +108,8 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
@@ -125,7 +125,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 

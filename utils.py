@@ -8,7 +8,9 @@ a rank, with a number from 0 on. Its local rank is its number on its own machine
 the world size is how many ranks there are. They form a process group, in which they
 exchange data through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher
 starts them: torchrun, or `spawn` below. A script on one device has no process group.
-A snapshot is a file with the model, the optimizer and how many epochs are finished.
+In `main`, each rank calls `set_device`, then forms the group (`init_process_group`),
+and only then `gather` and the checks. A snapshot is a file with the model, the
+optimizer and how many epochs are finished.
 """
 
 import argparse
@@ -38,7 +40,8 @@ class MyTrainDataset(torch.utils.data.Dataset):
     """A linear regression with known noise: `size` samples, 20 features and 1 target.
 
     A sample: float32 tensors of shapes (20,) and (1,). All seeds draw samples for the
-    same weights. No model can have a lower mean squared error than `noise_floor`.
+    same weights. On average over new samples, no model can have a lower mean squared
+    error than `noise_floor`.
     """
 
     noise_floor = 0.01
@@ -71,7 +74,8 @@ def get_rank():
 def gather(value):
     """[the `value` of each rank], on all ranks; [`value`] without a process group.
 
-    All ranks must call it: each waits for the others.
+    value: a small Python object, no tensor. All ranks must call it: each waits for the
+    others.
     """
     if not dist.is_initialized():
         return [value]
@@ -85,7 +89,8 @@ def error(message):
     # Mostly all ranks find the same fault, and one line is enough. So the first rank of
     # a machine prints and ends, and the launcher ends the others while they sleep. If
     # only another rank finds a fault, that rank prints it after the sleep. `spawn` sets
-    # no LOCAL_RANK, but has one machine: there, the local rank is the rank.
+    # no LOCAL_RANK, but has one machine: there, the local rank is the rank. (Before the
+    # group exists, each of its ranks counts as 0, and all may print.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
@@ -190,8 +195,9 @@ def spawn(main, args, nprocs):
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
     # When this process dies, the system sends SIGINT (as Ctrl-C does) to the ranks:
-    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT,
-    # and so would its ranks, which then live on. With SIG_DFL, SIGINT ends it again.
+    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT.
+    # New processes inherit that, so its ranks would ignore it, too, and live on. With
+    # SIG_DFL (do not ignore), set before the ranks start, SIGINT ends them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -230,8 +236,8 @@ def device_type(name, distributed):
 def set_device(name, local_rank=None, nprocs=1):
     """This process' device. An accelerator is PyTorch's current one from now on.
 
-    local_rank: None in a script on one device. nprocs: how many processes share the
-    CPU's threads; if each used all of them, they would wait for one another.
+    local_rank: None in a script on one device. nprocs: how many processes share this
+    machine's CPU threads; if each used all of them, they would wait for one another.
     """
     if local_rank is None:
         refuse_torchrun()
@@ -251,7 +257,10 @@ def set_device(name, local_rank=None, nprocs=1):
 
 
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
-    """End with an error if ranks cannot train on these objects of a script."""
+    """End with an error if ranks cannot train on these objects of a script.
+
+    batch_size: of one rank. Scripts whose ranks share a batch need fewer samples.
+    """
     # DDP averages only gradients of the model's parameters. Other parameters, such as a
     # loss's own, would become different from rank to rank.
     parameters = set(model.parameters())
@@ -262,7 +271,7 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    step = len(sizes) * batch_size  # a last step with fewer samples is skipped
+    step = len(sizes) * batch_size  # loaders leave out a last one with fewer
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
@@ -283,9 +292,9 @@ def sum_of_weights(model):
 def check_weights(loss, model, epochs_run, path):
     """End with an error if `loss` or weights are not finite, or ranks' weights differ.
 
-    loss: the same number on all ranks. After each step, they should have the same
-    weights, too. If these differ by more than rounding does, 1e-5 of their sum, the
-    ranks do not average their gradients.
+    loss: a mean over all ranks, the same number on each. After each step, ranks should
+    have the same weights, too. If these differ by more than rounding does, 1e-5 of
+    their sum, the ranks do not average their gradients.
     """
     sums = gather(sum_of_weights(model))
     are_finite = math.isfinite(loss + sum(sums))  # one NaN makes a sum NaN
@@ -301,8 +310,10 @@ def check_weights(loss, model, epochs_run, path):
 def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one.
 
-    One rank calls it, after `read_snapshot(path)`: a file that it has never seen is
-    another run's. OSError if it cannot be written: the disk may be full.
+    snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One rank calls
+    it, which has called `read_snapshot(path)` before, also if it starts anew: a file
+    that it has never seen is another run's. OSError if the file cannot be written: the
+    disk may be full.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # two runs may save at once
@@ -346,9 +357,10 @@ def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
 def broadcast_snapshot(path, src):
     """Rank `src`'s snapshot at `path`, on every rank.
 
-    For several machines, where only some may have the newest file: `src` is a rank
-    that has it. All ranks must call this; the others put what they receive into a
-    temporary file. It travels in parts of 4 MB: what is sent is copied several times.
+    For several machines, where only some may have the newest file: each rank reads its
+    own, and the caller chooses a `src` with the most epochs. All ranks call this; the
+    others put what they receive into a temporary file. It travels in parts of 4 MB,
+    because what is sent is copied several times.
     """
     is_source = dist.get_rank() == src
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
@@ -377,7 +389,10 @@ def lengths(groups):
 
 
 def check_snapshot(snapshot, model, optimizer, path):
-    """End with an error if `snapshot` does not fit; print the settings it replaces."""
+    """End with an error if `snapshot` does not fit; print the settings it will replace.
+
+    Call it before `load_state_dict`. model: the one inside DDP, which was saved.
+    """
     hint = "choose another --snapshot-path"
     if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
         error(f"{path} belongs to another model: {hint}")

@@ -172,7 +172,8 @@ class Results:
         lines = RESULTS.read_text().splitlines()
         comments = [line for line in lines if line.startswith("# ")]
         self.setting = [line.removeprefix("# ") for line in comments]
-        for variant, seed, lr, steps, loss, seconds in csv.reader(lines[3:]):
+        rows = lines[len(comments) + 1 :]  # below the names of the columns
+        for variant, seed, lr, steps, loss, seconds in csv.reader(rows):
             if seed:
                 run = Run(variant, int(seed), float(lr), int(steps))
                 self.loss[run] = float(loss)
@@ -236,8 +237,11 @@ def difference(values, others):
 
 
 def print_table(results):
-    rated = "model.py", "one in: Muon", "one out: Muon", "modern.py"
-    layers, heads, width, block = SIZE.values()
+    rate = results.rate
+    layers = SIZE["n_layer"]
+    heads = SIZE["n_head"]
+    width = SIZE["n_embd"]
+    block = SIZE["block_size"]
     print("command   python -m benchmarks.ablation", *results.setting, sep="\n")
     print(
         f"""\
@@ -248,8 +252,8 @@ loss      on the whole validation text, in nats for a character:
 compared  mean difference of the runs with equal seeds ± standard error;
           unclear if chance makes such a difference 1 time in 100 or more
 lr        the best of {", ".join(map(str, RATES))} for another seed:
-          {{}} AdamW, {{}} Muon in model.py
-          {{}} AdamW, {{}} Muon in modern.py""".format(*map(results.rate, rated))
+          {rate("model.py")} AdamW, {rate("one in: Muon")} Muon in model.py
+          {rate("one out: Muon")} AdamW, {rate("modern.py")} Muon in modern.py"""
     )
     print(f"\nat equal tokens: {STEPS} steps of {BATCH * block} tokens")
     print_half(results, "tokens")

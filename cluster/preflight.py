@@ -192,10 +192,10 @@ def describe_host(args, config, endpoint, is_endpoint):
         cure = f"export GLOO_SOCKET_IFNAME={interface}"
         add("FAIL", f"{wrong}; others could not connect to that", cure)
         os.environ["GLOO_SOCKET_IFNAME"] = interface  # from here on, as with the cure
-    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    if args.max_restarts and os.environ.get(variable[:-2]) != "1":
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if args.max_restarts and os.environ.get(variable) != "1":
         what = "--max-restarts: a restart may read what the attempt before it stored"
-        add("warn", what, f"export {variable}")
+        add("warn", what, f"export {variable}=1")
     need = config.nproc_per_node * SHM_MIB
     disk = os.statvfs("/dev/shm")
     shm = disk.f_blocks * disk.f_frsize >> 20  # MiB
@@ -316,12 +316,15 @@ def lead(host, port, others, wait_s):
         show([*compare(hosts)], f"each host is well, and all have the same {alike}")
         for store in stores:
             store.set("hosts", json.dumps(hosts))
-        calls = [*pool.map(lambda store: get(store, "calls", wait), stores)]
-    calls = sum(calls, [*call(host, hosts)])
+        calls_of_others = [*pool.map(lambda store: get(store, "calls", wait), stores)]
+    calls = [*call(host, hosts)]
+    for found in calls_of_others:
+        calls += found
     show(calls, "all know each other's names, and can connect")
+    go = not missing and not calls
     for store in stores:
-        store.set("go", json.dumps([not missing + calls, COUNTS["FAIL"]]))
-    return not missing + calls
+        store.set("go", json.dumps([go, COUNTS["FAIL"]]))
+    return go
 
 
 def follow(store, host, endpoint, port, wait_s):

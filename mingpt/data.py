@@ -43,7 +43,8 @@ def find_files(paths):
         else:
             if os.path.isdir(path):
                 path = os.path.join(glob.escape(path), "**")
-            files = list(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            names = glob.glob(path, recursive=True)
+            files = [name for name in names if os.path.isfile(name)]
         if not files:
             utils.error(f"there is no text in {path}")
         found += files
@@ -56,7 +57,7 @@ def find_files(paths):
 def read(path):
     """Yield the text of a file in pieces that end where a line ends."""
     if path == "python-docs":
-        # A large module, which no other text needs.
+        # Imported here, because it is large and no other text needs it.
         from pydoc_data.topics import topics
 
         yield "\n".join(topics[name] for name in sorted(topics))
@@ -132,7 +133,9 @@ def prepare(paths="python-docs", tokenizer="chars", cache="tokens", fraction=0.1
         paths = [paths]
     files = find_files(map(os.fspath, paths))
     digests, size, chars = survey(files)
-    validation = min(max(1, int(fraction * size)), MAX_VALIDATION, size - 1)
+    wanted = max(1, int(fraction * size))
+    most = min(MAX_VALIDATION, size - 1)
+    validation = min(wanted, most)
     if validation < 1:
         utils.error(f"there is no text in {', '.join(files)}")
     if tokenizer == "chars":

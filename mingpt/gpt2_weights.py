@@ -49,8 +49,9 @@ def load_gpt2(path, sizes=None, **more):
         model.load_state_dict(state)
     except Exception as error:  # each format has errors of its own
         utils.error(f"{path} holds no GPT-2: {type(error).__name__}: {error}")
-    for name, value in (sizes or {}).items():
-        if value not in (None, own[name]):
+    sizes = sizes or {}
+    for name, value in sizes.items():
+        if value is not None and value != own[name]:
             utils.error(f"{path} has {name} {own[name]}, not {value}")
     return model
 

@@ -9,7 +9,11 @@ from mingpt import cpu_attention, options
 
 
 def load_model(args, vocab_size, device):
-    """The model that `args` describe, on the CPU, and its optimizer."""
+    """The model that `args` describe, on the CPU, and its optimizer.
+
+    With --compile on, the model is compiled. Then this also sets PyTorch's flag for
+    deterministic algorithms, which holds for the whole process.
+    """
     try:
         module = importlib.import_module(args.model)
     except ModuleNotFoundError as error:

@@ -66,7 +66,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))
         q, k, v = qkv.unbind(2)  # (B, T, heads, head size) each
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
-        if cache:
+        if cache is not None:
             k, v = cache.extend(k, v)
         y = self.attention(q, k, v, self.dropout * self.training)
         y = self.c_proj(y.transpose(1, 2).flatten(2))

@@ -97,7 +97,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, heads, T, head size)
         q = apply_rotary(q, cos_sin)
         k = apply_rotary(k, cos_sin)
-        if cache:
+        if cache is not None:
             k, v = cache.extend(k, v)
         y = self.attention(q, k, v, self.dropout * self.training)
         y = self.c_proj(y.transpose(1, 2).flatten(2))

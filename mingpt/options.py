@@ -224,15 +224,17 @@ def bf16_is_faster(cpu_name="", amx_bf16=False, avx512_bf16=False, **others):
 def can_compile(device):
     """Whether torch.compile finds a compiler and, for a GPU from Volta on, Triton."""
     if device.type == "cpu":
-        return sys.platform != "win32" and any(map(shutil.which, ("g++", "clang++")))
+        compiler = shutil.which("g++") or shutil.which("clang++")
+        return compiler is not None and sys.platform != "win32"
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    found = any(map(shutil.which, ("gcc", "clang")))
-    return found and torch.cuda.get_device_capability(device) >= (7, 0)
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def compile_options(device):
     """On CPUs, the tanh in GELU is as exact and faster if made of other operations."""
     option = "cpp.use_decompose_tanh"
-    known = device.type == "cpu" and option in torch._inductor.list_options()
-    return {option: True} if known else None
+    if device.type == "cpu" and option in torch._inductor.list_options():
+        return {option: True}
+    return None

@@ -1,7 +1,7 @@
 """What a rank has of the model: all of it, or a part of each weight (--shard).
 
-`mingpt.train.main` chooses one of these classes, or `mingpt.split.Split`. The Trainer
-uses each of them in the same way.
+`mingpt.train.main` chooses Whole, Sharded or `mingpt.split.Split`. The Trainer uses
+each of them in the same way.
 """
 
 import torch
@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from variants.fsdp import shard
 
 
-class Whole:
-    """Each rank has the whole model, on its device. DDP averages the gradients."""
+class Parallel:
+    """The base of these classes. DDP averages the gradients, except in Sharded."""
 
     replica_size = 1  # how many ranks share a batch: together they are one replica
     data_group = None  # the ranks that average gradients: all
@@ -28,12 +28,20 @@ class Whole:
     def clip_grad_norm_(self, model, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def gather(self, model, optimizer):
-        """Whole copies of what is in parts, as `copy_to_cpu` wants them."""
-        return {}  # nothing is, and it gathers DTensors itself
+    def whole_copies(self, model, optimizer):
+        """{`place_of` a part: the copy of the whole tensor}, which copy_to_cpu takes.
+
+        All ranks call it, and rank 0 gets the copies. DTensors are not among them,
+        because copy_to_cpu gathers those itself.
+        """
+        return {}
 
 
-class Sharded(Whole):
+class Whole(Parallel):
+    """Each rank has the whole model, on its device."""
+
+
+class Sharded(Parallel):
     """Each rank has a part of each weight. FSDP gathers them, block by block."""
 
     def __init__(self, dtype):

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
 from mingpt.model import GPT
-from mingpt.parallel import Whole, copy_to_cpu, place_of
+from mingpt.parallel import Parallel, copy_to_cpu, place_of
 
 # {a weight of a block: (the dimension along which it is cut, how many matrices are in
 # it)}. A Linear has its outputs along dimension 0, and its inputs along 1.
@@ -31,7 +31,8 @@ CUTS = {
 
 def cut_of(name):
     """What CUTS has for a weight, such as transformer.h.0.mlp.c_fc.bias, or None."""
-    return CUTS.get(name.split(".", 3)[-1])
+    in_block = name.split(".", 3)[-1]  # such as mlp.c_fc.bias
+    return CUTS.get(in_block)
 
 
 def check(size, model, optimizer, shard, dtype):
@@ -82,7 +83,7 @@ def attend(attention, rank, q, k, v, dropout):
         return attention(q, k, v, dropout)
 
 
-class Split(Whole):
+class Split(Parallel):
     """Each rank has a part of each layer. `replica_size` neighbours have all parts."""
 
     def __init__(self, replica_size):
@@ -121,10 +122,14 @@ class Split(Whole):
             attn.attention = partial(attend, attn.attention, self.group.rank())
 
     def _part(self, name, whole):
-        """A copy of what this rank has of a tensor for the weight `name`."""
-        if not cut_of(name):
+        """What this rank has of a tensor for the weight `name`.
+
+        It is a copy of a part, or `whole` itself if the weight is not cut.
+        """
+        cut = cut_of(name)
+        if cut is None:
             return whole
-        dim, matrices = cut_of(name)
+        dim, matrices = cut
         whole = whole.unflatten(dim, (matrices, -1))
         part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
         return part.flatten(dim, dim + 1).clone()
@@ -134,7 +139,7 @@ class Split(Whole):
         dim, matrices = cut_of(name)
         parts = [torch.empty_like(part) for _ in range(self.replica_size)]
         dist.all_gather(parts, part, group=self.group)
-        parts = [part.unflatten(dim, (matrices, -1)) for part in parts]
+        parts = [each.unflatten(dim, (matrices, -1)) for each in parts]
         return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
     def clip_grad_norm_(self, model, max_norm):
@@ -151,7 +156,7 @@ class Split(Whole):
         norm = (square + get_total_norm(others) ** 2).sqrt()
         clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
-    def gather(self, model, optimizer):
+    def whole_copies(self, model, optimizer):
         copies = {}
         for name, weight in model.named_parameters():
             if cut_of(name):

@@ -19,11 +19,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import utils
 from mingpt import batches, checks, data, loading, options, report, split
-from mingpt.parallel import Sharded, Whole, copy_to_cpu, forget_meshes
+from mingpt.parallel import Parallel, Sharded, Whole, copy_to_cpu, forget_meshes
 
 
 def ddp_setup(device):
@@ -51,7 +52,7 @@ class Trainer:
         eval_data: DataLoader,
         device: torch.device,
         corpus: data.Corpus,
-        parallel: Whole,
+        parallel: Parallel,
         dtype: torch.dtype,
         steps: int,
         eval_every: int,
@@ -87,8 +88,6 @@ class Trainer:
         self.writing = None
         self._load_snapshot()
         self.ddp_model = parallel.distribute(model, optimizer, device)
-        # Only DDP has it.
-        self.no_sync = getattr(self.ddp_model, "no_sync", contextlib.nullcontext)
         self.sigterm = torch.zeros(1)
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
         signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
@@ -170,11 +169,14 @@ class Trainer:
         """Add up the gradients of the micro-batches. Return the mean loss."""
         sources = source.chunk(self.accumulate)
         targets = targets.chunk(self.accumulate)
+        is_ddp = isinstance(self.ddp_model, DistributedDataParallel)
         batch_loss = 0
         for number, micro_batch in enumerate(zip(sources, targets, strict=True), 1):
-            last = number == self.accumulate
-            # DDP decides in the forward pass whether backward sends the gradients.
-            with contextlib.nullcontext() if last else self.no_sync():
+            context = contextlib.nullcontext()
+            if is_ddp and number < self.accumulate:  # not the last
+                # DDP decides in the forward pass whether backward sends the gradients.
+                context = self.ddp_model.no_sync()
+            with context:
                 with self._autocast():
                     _, loss = self.ddp_model(*micro_batch)
                 loss = loss / self.accumulate
@@ -197,7 +199,7 @@ class Trainer:
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded
-            # The mean loss of no token is NaN.
+            # The mean loss of no token is NaN. An `if` would wait for the GPU.
             loss_sum += (loss * counted).where(counted > 0, 0)
             tokens += counted
         loss_sum, tokens = self._sum(loss_sum, tokens)
@@ -230,7 +232,8 @@ class Trainer:
         """End with one line, nothing saved, if the loss or a weight is not finite."""
         self._finish_writing()
         finite = all(weight.isfinite().all() for weight in self.model.parameters())
-        (bad_ranks,) = self._sum(not (finite and math.isfinite(loss)))
+        is_bad = not (finite and math.isfinite(loss))
+        (bad_ranks,) = self._sum(is_bad)
         if bad_ranks:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             utils.error(
@@ -248,7 +251,7 @@ class Trainer:
             "CONFIGURATION": self.configuration,
         }
         # A copy, because the next steps change the weights while it is written.
-        copies = self.parallel.gather(self.model, self.optimizer)
+        copies = self.parallel.whole_copies(self.model, self.optimizer)
         snapshot = copy_to_cpu(snapshot, copies)
         if dist.get_rank() == 0:  # one rank writes
             self.writing = self.writer.submit(
@@ -319,7 +322,9 @@ def main(args):
     if "RANK" in os.environ:
         rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
     else:  # python starts one rank
-        rank, local_rank, world_size = (0, None, 1)
+        rank = 0
+        local_rank = None
+        world_size = 1
     device = utils.set_device(args.device, local_rank)
     if args.precision == "auto":
         args.precision = options.fast_precision(device)

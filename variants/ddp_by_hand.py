@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        store=dist.TCPStore("localhost", port),  # connects to the store at the end
+        store=dist.TCPStore("localhost", port),  # connects to the store in __main__
         rank=rank,  # the number of this process, from 0 on
         world_size=world_size,  # how many processes
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
+        device_id=None if device.type == "cpu" else device,  # without it, NCCL guesses
     )
 
 
@@ -167,7 +167,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -186,17 +186,17 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
+        for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
+            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # changes nothing if it is itself
+            buffer.copy_(contiguous)  # needed if it is a copy
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
+        dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -224,8 +224,8 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
@@ -241,17 +241,17 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 
 def main(rank, world_size, port, args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
-    device = utils.set_device(args.device, rank, world_size)
+    device = utils.set_device(args.device, rank, world_size)  # CPU threads are shared
     ddp_setup(rank, world_size, port, device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
-    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )

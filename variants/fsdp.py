@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node=2 -m variants.fsdp 50 10
 On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
-place of --standalone. HOST is the name of one of the two.
+place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
 import gc
@@ -16,14 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
+        device_id=None if device.type == "cpu" else device,  # without it, NCCL guesses
     )
 
 
@@ -156,7 +156,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
@@ -174,10 +174,10 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
+        for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
+            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # changes nothing if it is itself
+            buffer.copy_(contiguous)  # needed if it is a copy
         batches = torch.tensor(len(self.eval_data), device=self.device)
         dist.all_reduce(batches, dist.ReduceOp.MAX)
         loss_sum = torch.zeros((), device=self.device)
@@ -185,12 +185,12 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
         for _ in range(batches.item() - len(self.eval_data)):
             sample = self.eval_data.dataset[0]
             source, _ = self.eval_data.collate_fn([sample])
             self.model(source.to(self.device))  # all ranks must gather equally often
-        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
+        dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -210,7 +210,7 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
-        # Machines may not share a disk, and ranks may find different snapshots.
+        # Without a shared disk, some machines have no snapshot, or an older one.
         epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # -1: none
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
@@ -225,8 +225,8 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
@@ -242,7 +242,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 
@@ -254,7 +254,7 @@ def main(args):
     ddp_setup(device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
-    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )

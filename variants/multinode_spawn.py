@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 def ddp_setup(rank, world_size, host, port, device, timeout=timedelta(minutes=5)):
@@ -28,7 +28,7 @@ def ddp_setup(rank, world_size, host, port, device, timeout=timedelta(minutes=5)
         rank=rank,  # the number of this process, from 0 on
         world_size=world_size,  # how many processes
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
+        device_id=None if device.type == "cpu" else device,  # without it, NCCL guesses
     )
 
 
@@ -85,13 +85,13 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / len(self.train_data)
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.ddp_model(source)  # the model's weights, averaged gradients
+        output = self.ddp_model(source)  # self.model, but backward() averages gradients
         loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
@@ -100,17 +100,17 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
+        for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
+            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # changes nothing if it is itself
+            buffer.copy_(contiguous)  # needed if it is a copy
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
+        dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -129,12 +129,12 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        # Machines may not share a disk, and ranks may find different snapshots.
+        # Without a shared disk, some machines have no snapshot, or an older one.
         epochs = utils.gather(snapshot["EPOCHS_RUN"] if snapshot else -1)  # -1: none
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= 0:  # a rank has one; those of one epoch may differ
+        if max(epochs) >= 0:  # a rank has one; files of equal epochs may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -145,8 +145,8 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
@@ -162,7 +162,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 
@@ -273,7 +273,7 @@ def main(local_rank, world_size, port, args):
     ddp_setup(rank, world_size, args.master_addr, port, device)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
-    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)
+    sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )

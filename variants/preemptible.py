@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node=2 -m variants.preemptible 50 10
 On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST in
-place of --standalone. HOST is the name of one of the two.
+place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
 import os
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
-import utils
+import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 
 
 def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has the rest
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
         timeout=timeout,  # how long a rank waits for the others
-        device_id=None if device.type == "cpu" else device,  # else NCCL guesses it
+        device_id=None if device.type == "cpu" else device,  # without it, NCCL guesses
     )
 
 
@@ -110,13 +110,13 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
             self.samples_run += len(source) * dist.get_world_size()
-        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over the ranks
+        dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / max(1, len(self.train_data))
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.ddp_model(source)  # the model's weights, averaged gradients
+        output = self.ddp_model(source)  # self.model, but backward() averages gradients
         loss = self.loss_fn(output, targets)
         loss.backward()
         self.optimizer.step()
@@ -125,17 +125,17 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self):
         self.model.eval()
-        for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy for broadcast()
+        for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
+            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
             dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # changes nothing if it is itself
+            buffer.copy_(contiguous)  # needed if it is a copy
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
-            loss_sum += self.loss_fn(output, targets) * len(source)
-        dist.all_reduce(loss_sum)  # adds up over the ranks, in place
+            loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
+        dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
 
     def _print(self, text):
@@ -155,15 +155,15 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path)
-        epochs = [None] * dist.get_world_size()  # of each rank's snapshot
+        # Without a shared disk, some machines have no snapshot, or an older one.
         done = (-1, 0)  # (epochs, samples of the one under way)
         if snapshot:  # other scripts save no SAMPLES_RUN
             done = snapshot["EPOCHS_RUN"], snapshot.get("SAMPLES_RUN", 0)
-        dist.all_gather_object(epochs, done)
+        epochs = utils.gather(done)
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
-        if max(epochs) >= (0, 0):
+        if max(epochs) >= (0, 0):  # a rank has one; files of equal epochs may differ
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
@@ -182,8 +182,8 @@ def catch_sigterm():
 
 
 def load_train_objs():
-    """Your data, model, loss (a mean over the batch) and optimizer go here."""
-    torch.manual_seed(0)
+    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
@@ -204,7 +204,7 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
         sampler=sampler,
         drop_last=drop_last,
         worker_init_fn=ignore_sigterm,
-        pin_memory=device.type == "cuda",  # else the CPU waits for each copy
+        pin_memory=device.type == "cuda",  # unpinned, each copy makes the CPU wait
     )
 
 

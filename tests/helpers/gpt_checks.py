@@ -67,8 +67,10 @@ def check_cache(model):
     for options in ({"temperature": 0}, {}, {"temperature": 0.7, "top_k": 5}):
         texts = []
         for use_cache in (True, False):
-            options["generator"] = torch.Generator().manual_seed(4)
-            text = model.generate(idx, steps, use_cache=use_cache, **options)
+            generator = torch.Generator().manual_seed(4)
+            text = model.generate(
+                idx, steps, use_cache=use_cache, generator=generator, **options
+            )
             texts.append(text)
         cached, uncached = texts
         assert cached.shape == (2, 5 + steps)

@@ -75,14 +75,11 @@ def test_scaling_is_measured_and_predicted():
         "--batch-size=256",
     )
     assert found["1 rank"][1] == found["2 devices"][1] == 1
-    one_rank = found["1 rank"]
-    links = found["hosts, 100M"]
-    assert one_rank[2] > links[2], "the share in which it computes"
-    assert links[1] < 1
+    assert found["1 rank"][2] > 80, "percent: it waits for nobody"
+    assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
     errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", text)
     assert len(errors) == 3
-    # Other programs may slow two of the three rows down. A wrong formula misses all.
-    assert min(abs(int(percent)) for percent in errors) <= 25
+    assert all(abs(int(percent)) <= 25 for percent in errors)
 
 
 @needs_networks

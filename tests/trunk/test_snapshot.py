@@ -38,7 +38,8 @@ def test_killed_while_writing(tmp_path, moment):
                 file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(torch if moment == "save" else os, moment, die)
+        module = torch if moment == "save" else os
+        setattr(module, moment, die)
         utils.save_atomically({"n": torch.ones(3)}, path)
         os._exit(0)
     assert exit_status(pid) == -signal.SIGKILL

@@ -227,6 +227,7 @@ def statements(diff):
     for i1, i2, j1, j2 in diff.changes:
         if j1 == j2:
             lines = diff.old[i1:i2]
+            # No line of the child is replaced: these come before line j1 + 1.
             text = diff.replaced(j1 + 1, j1, lines)
             yield j1 + 1, f"(put back) {' '.join(lines)}", "put back", [text]
 

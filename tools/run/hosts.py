@@ -255,27 +255,38 @@ def main(count, command, when):
                 return
             if action in ("kill", "unplug"):
                 counted.pop(victim, None)  # only hosts that still stand count
-            getattr(victim, action)(*rest)
+            method = getattr(victim, action)  # the name of an action is a Host's method
+            method(*rest)
+
+        def act_after(line):
+            """Do what waits for a text of this line."""
+            due = [pair for pair in pending if pair[0] in line]
+            for pair in due:
+                pending.remove(pair)
+                _, action = pair
+                print(f"-- {action}", flush=True)
+                act(*action.split())
+
+        def show_new_lines(host, program):
+            """Print them. After each, do what waits for it."""
+            new = program.output[shown[program] :]
+            if program.poll() is None:  # its last line may not be whole
+                new = new[: new.rfind("\n") + 1]
+            shown[program] += len(new)
+            for line in new.splitlines():
+                print(f"{host}: {line}", flush=True)
+                act_after(line)
 
         for host in hosts:
             start(host)
         running = True
         while running:
+            waiting = len(pending)
             running = any(program.poll() is None for _, program in started)
             for host, program in [*started]:
-                new = program.output[shown[program] :]
-                if program.poll() is None:  # its last line may not be whole
-                    new = new[: new.rfind("\n") + 1]
-                shown[program] += len(new)
-                for line in new.splitlines():
-                    print(f"{host}: {line}", flush=True)
-                    for pair in [*pending]:
-                        text, action = pair
-                        if text in line:
-                            pending.remove(pair)
-                            print(f"-- {action}", flush=True)
-                            act(*action.split())
-                            running = True
+                show_new_lines(host, program)
+            if len(pending) < waiting:  # what was done may have started a program
+                running = True
             time.sleep(0.05)
         statuses = [program.poll() for program in counted.values()]
         return 0 if statuses and not any(statuses) else 1

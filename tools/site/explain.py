@@ -108,7 +108,8 @@ def diff_html(old, new, lines):
         codes = [line[1:] for line in run]
         if sign == "-" and next_sign == "+":
             next_codes = [line[1:] for line in next_run]
-            _, (marks["-"], marks["+"]) = marks_of(codes, next_codes)
+            _, (old_marks, new_marks) = marks_of(codes, next_codes)
+            marks = {"-": old_marks, "+": new_marks}
         elif sign != "+":
             marks = {}
         tokens_of = tokens_by_text(old if sign == "-" else new)
@@ -130,8 +131,10 @@ def losses(right, wrong):
 
 def losses_by_epoch(output):
     """{epoch: the first held-out loss that is printed of it}"""
-    found = re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output)
-    return dict(reversed(found))
+    found = {}
+    for epoch, loss in re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output):
+        found.setdefault(epoch, loss)
+    return found
 
 
 def masked(text):
@@ -160,6 +163,8 @@ class Explainer:
 
     def __init__(self, app):
         self.app = app
+        # Many changes need the same page and explanation, so each is kept. A decorator
+        # would keep this object, too, with its app, until the process ends.
         self.doctree = functools.cache(self.doctree)
         self.why = functools.cache(self.why)
 
