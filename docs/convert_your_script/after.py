@@ -41,7 +41,6 @@ def get_args():
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--save-model", action="store_true")
-    parser.add_argument("--compare", action="store_true")
     return parser.parse_args()
 
 
@@ -108,14 +107,6 @@ def test(model, device, loader):
     print_once(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
-def turn_dropout_off(model):
-    for module in model.modules():
-        if "Dropout" in type(module).__name__:
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):  # attention, LSTM
-            module.dropout = 0.0
-
-
 def save_atomically(snapshot, path):
     """A kill at any moment leaves the old file or the new one, whole."""
     with open(f"{path}.tmp", "wb") as file:
@@ -137,8 +128,6 @@ def save_once(values, path):
 
 def main():
     args = get_args()
-    if args.compare:
-        torch.set_default_dtype(torch.float64)
     torch.manual_seed(args.seed)
     use_cuda = not args.no_cuda and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
@@ -159,13 +148,10 @@ def main():
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
 
     model = Net().to(device)
-    if args.compare:
-        turn_dropout_off(model)
     ddp_model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-    first_lr = optimizer.param_groups[0]["lr"]
     epochs_run = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
@@ -191,14 +177,6 @@ def main():
         }
         save_once(snapshot, SNAPSHOT)
 
-    if args.compare:
-        result = {
-            "MODEL_STATE": model.state_dict(),
-            "LR": optimizer.param_groups[0]["lr"],
-            "FIRST_LR": first_lr,
-            "EPOCHS_TRAINED": args.epochs - epochs_run,  # in this run
-        }
-        torch.save(result, f"world_{world_size}_rank_{rank}.pt")
     if args.save_model:
         save_once(model.state_dict(), "stripes_model.pt")
 

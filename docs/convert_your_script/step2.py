@@ -1,4 +1,4 @@
-"""before.py, repeatable and resumable: the last step on one device.
+"""before.py, which can be killed: it resumes, and repeats its numbers.
 
 Parent: docs/convert_your_script/before.py
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 SNAPSHOT = "stripes_snapshot.pt"
 
@@ -27,7 +27,6 @@ def get_args():
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--save-model", action="store_true")
-    parser.add_argument("--compare", action="store_true")
     return parser.parse_args()
 
 
@@ -83,14 +82,6 @@ def test(model, device, loader):
     print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
-def turn_dropout_off(model):
-    for module in model.modules():
-        if "Dropout" in type(module).__name__:
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):  # attention, LSTM
-            module.dropout = 0.0
-
-
 def save_atomically(snapshot, path):
     """A kill at any moment leaves the old file or the new one, whole."""
     with open(f"{path}.tmp", "wb") as file:
@@ -102,26 +93,17 @@ def save_atomically(snapshot, path):
 
 def main():
     args = get_args()
-    if args.compare:
-        torch.set_default_dtype(torch.float64)
     torch.manual_seed(args.seed)
     use_cuda = not args.no_cuda and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     train_set, test_set = random_split(make_data(1250), [1000, 250])
-    # Whole batches only, so that every step averages over equally many samples.
-    sampler = RandomSampler(train_set, generator=torch.Generator())
-    train_loader = DataLoader(
-        train_set, batch_size=args.batch_size, sampler=sampler, drop_last=True
-    )
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=args.batch_size)
 
     model = Net().to(device)
-    if args.compare:
-        turn_dropout_off(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
 
-    first_lr = optimizer.param_groups[0]["lr"]
     epochs_run = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
@@ -133,7 +115,6 @@ def main():
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
-        sampler.generator.manual_seed(args.seed + epoch)
         torch.manual_seed(args.seed + epoch)
 
         train(args, model, device, train_loader, optimizer, epoch)
@@ -147,14 +128,6 @@ def main():
         }
         save_atomically(snapshot, SNAPSHOT)
 
-    if args.compare:
-        result = {
-            "MODEL_STATE": model.state_dict(),
-            "LR": optimizer.param_groups[0]["lr"],
-            "FIRST_LR": first_lr,
-            "EPOCHS_TRAINED": args.epochs - epochs_run,  # in this run
-        }
-        torch.save(result, "alone.pt")
     if args.save_model:
         torch.save(model.state_dict(), "stripes_model.pt")
 
