@@ -4,10 +4,8 @@ import ast
 import inspect
 import os
 import re
-import runpy
 
 import pytest
-import torch
 
 from tests.conftest import OBSERVER
 from tools.diffs import hunks
@@ -23,7 +21,6 @@ REST = "docs/adapt_your_script.md"
 BEFORE = "docs/convert_your_script/before.py"
 STEP2 = "docs/convert_your_script/step2.py"
 AFTER = "docs/convert_your_script/after.py"
-COMPARE = "docs/convert_your_script/compare.py"
 SNAPSHOT = "stripes_snapshot.pt"
 MODEL = "stripes_model.pt"
 KEYS = [
@@ -82,18 +79,6 @@ def test_the_tables_name_every_change(old, new):
         assert [change for change in changes if text in change], text
 
 
-@pytest.mark.text
-def test_the_switch_is_that_of_the_script():
-    lines = without_comments(shown("FIRST_LR"))
-    assert len(lines) > 10
-    assert not set(lines) - set(without_comments((ROOT / STEP2).read_text()))
-
-
-def without_comments(text):
-    """The lines of a code, without indents."""
-    return [line.partition("  #")[0].strip() for line in text.splitlines()]
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """(folder, Done) of step2.py: one process, batch 60."""
@@ -112,14 +97,15 @@ def test_two_processes_save_what_one_saves(one, two):
     """The same kind of snapshot, and a model with plain keys, written after the loop.
 
     With dropout the processes draw other numbers than one does: what they have learnt
-    is compared without, by a command of the page.
+    is compared without, by the audit.
     """
     folder_of_one, done_of_one = one
     folder, done = two
     _, accuracy = curve(done)[-1]
     assert accuracy > 80
-    assert progress(done) == progress(done_of_one)
-    assert progress(done)[1] == ("1", "600", "1000", "62")
+    steps = [line[:3] for line in progress(done)]
+    assert steps == [line[:3] for line in progress(done_of_one)]
+    assert progress(done)[1] == ("1", "600", "1000", "62"), "of 16 whole batches"
     snapshot = load(folder / SNAPSHOT)
     snapshot_of_one = load(folder_of_one / SNAPSHOT)
     assert shape_of(snapshot) == shape_of(snapshot_of_one), "either continues the other"
@@ -129,80 +115,8 @@ def test_two_processes_save_what_one_saves(one, two):
     assert sorted(os.listdir(folder)) == [MODEL, SNAPSHOT], "nothing else is left"
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """What step2.py ends with, to compare with."""
-    folder = tmp_path_factory.mktemp("compared")
-    done = alone(ROOT / STEP2, "--compare", "--epochs", 2, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "alone.pt"
-
-
-RESULT = {"LR": 0.1, "FIRST_LR": 0.1, "EPOCHS_TRAINED": 2}
-CHANGES = [
-    ({"EPOCHS_TRAINED": 0}, "trained 0 epochs: remove the snapshot before each run"),
-    ({"EPOCHS_TRAINED": 1}, "epochs trained: 1, but in a.pt: 2"),
-    ({"LR": None, "FIRST_LR": None}, "has no LR, FIRST_LR"),
-    ({"MODEL_STATE": {"x": torch.ones(2)}}, "has other weights than a.pt, such as x"),
-    ({"MODEL_STATE": {"w": torch.ones(3)}}, "has other weights than a.pt, such as w"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_compare_refuses_what_cannot_be_compared(change, message, tmp_path):
-    result = RESULT | {"MODEL_STATE": {"w": torch.ones(2)}}
-    torch.save(result, tmp_path / "a.pt")
-    for name, value in change.items():
-        result[name] = value
-        if value is None:
-            del result[name]
-    torch.save(result, tmp_path / "b.pt")
-    done = alone(ROOT / COMPARE, "a.pt", "b.pt", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"compare.py: error: b.pt: {message}")
-
-
-def test_dropout_of_any_kind_is_turned_off():
-    """The loop of step2.py finds it in layers that the script does not have, too."""
-    layers = [
-        torch.nn.Sequential(torch.nn.AlphaDropout(), torch.nn.Dropout()),
-        torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5),
-        torch.nn.TransformerEncoderLayer(8, 2, dropout=0.5),
-    ]
-    step2 = runpy.run_path(ROOT / STEP2)
-    for layer in layers:
-        step2["turn_dropout_off"](layer)
-        inputs = torch.ones(3, 4, 8)
-        # As text: an LSTM's output is a tuple of tuples.
-        assert str(layer(inputs)) == str(layer(inputs)), layer
-
-
 STEP = "scheduler.step()"
 OPTIMIZER_STEP = "        optimizer.step()\n"
-SHARE = "DistributedSampler(train_set,"
-MISTAKES = {
-    "a continue above the scheduler": (STEP, f"if rank: continue\n        {STEP}"),
-    "the model is not wrapped": ("train(args, ddp_model,", "train(args, model,"),
-    "the sampler is not told the epoch": ("sampler.set_epoch(epoch)", "pass"),
-    "every process takes all samples": (SHARE, f"{SHARE} num_replicas=1, rank=0,"),
-    "the batch is not divided": ("args.batch_size // world_size", "args.batch_size"),
-    "dropout is on": ("        turn_dropout_off(model)", "        pass"),
-}
-
-
-@pytest.mark.waits
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_compare_shows_a_mistake(mistake, compared, tmp_path):
-    """None of them raises. Each is far above what rounding does in float64."""
-    script = plant(AFTER, tmp_path / "copy", MISTAKES[mistake])
-    done = torchrun(script, "--compare", "--epochs", 2, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    files = [compared, *sorted(tmp_path.glob("world_*.pt"))]
-    done = alone(ROOT / COMPARE, *files, cwd=tmp_path)
-    _, *found = re.findall(r"by (\S+), rate \S+", done.stdout)
-    assert len(found) == 2
-    assert min(map(float, found)) > 1e-5
 
 
 def shown(text):
@@ -235,17 +149,24 @@ def test_a_batch_sampler_is_shared_out(tmp_path):
     made = "    sampler = RandomSampler(train_set, generator=torch.Generator())\n"
     made += "    batch_sampler = BatchSampler(sampler, args.batch_size, True)\n"
     names = "    BatchSampler,\n    DataLoader,\n    RandomSampler,\n"
-    plant(STEP2, tmp_path)
-    plant(
+    script = plant(
         AFTER,
-        tmp_path,
+        tmp_path / "copy",
         ("    DataLoader,\n", names),
         (sampler, made),
         ("        sampler.set_epoch(epoch)\n", shown("in batch_sampler")),
         ("loader.batch_size", "len(images)"),
     )
-    text = compare(tmp_path, nprocs=3)
-    assert text.count("differ by 0.000000000000, rate 0.004900\n") == 4
+    like = ["--like", f"python {ROOT / BEFORE} --epochs 2"]
+    command = ["torchrun", "--standalone", "--nproc-per-node=3", script, "--epochs", 2]
+    done = Program(
+        ["python", "-m", "cluster.audit", *like, *command],
+        tmp_path,
+        real="the audit watches interpreters from their start",
+        PYTHONPATH=ROOT,
+        OMP_NUM_THREADS=1,
+    ).finish()
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 NOISY = """import random
@@ -299,81 +220,31 @@ def test_noise_of_each_library_resumes(workers, tmp_path):
     at_once_and_resumed(plant(AFTER, tmp_path / "copy", *changes), tmp_path)
 
 
-def compare(folder, nprocs=2):
-    """What compare.py prints of step2.py and after.py, copies in `folder`.
-
-    Both have printed the same losses and accuracies.
-    """
-    options = ("--compare", "--epochs", 2)
-    done_alone = alone(folder / "step2.py", *options, cwd=folder)
-    (folder / SNAPSHOT).unlink()
-    done = torchrun(folder / "after.py", *options, cwd=folder, nprocs=nprocs)
-    (folder / SNAPSHOT).unlink()
-    assert curve(done) == curve(done_alone)
-    files = sorted(path.name for path in folder.glob("*_rank_*.pt"))
-    return alone(ROOT / COMPARE, "alone.pt", *files, cwd=folder).stdout
-
-
 @pytest.mark.waits
-def test_a_cosine_is_compared_before_its_end(tmp_path):
-    """The rate is neither 0 nor the first."""
-    names = "CosineAnnealingLR, LinearLR, SequentialLR"
-    lines = shown("SequentialLR(")
-    for name in (STEP2, AFTER):
-        text = (ROOT / name).read_text()
-        (line,) = re.findall(r"    scheduler = StepLR\(.*\n", text)
-        plant(name, tmp_path, ("import StepLR", f"import {names}"), (line, lines))
-    text = compare(tmp_path)
-    assert text.count("differ by 0.000000000000, rate 0.005000\n") == 3
-    assert "the rate has not changed yet" not in text
-
-
-def averaged(name, folder, *changes):
-    """A copy of a script that has a batch normalization and averages its weights."""
+def test_averaged_weights_resume_and_are_tested_alike(tmp_path):
+    """The lines of the page, in a script that has a batch normalization."""
     names = "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
     imports = "import torch.nn as nn\n"
-    rate = '    first_lr = optimizer.param_groups[0]["lr"]\n'
+    start = "    epochs_run = 0\n"
     resume = '        epochs_run = snapshot["EPOCHS_RUN"]\n'
     saved = '"EPOCHS_RUN": epoch,'
-    # What is compared, and not what is saved: "LR" is below it.
-    compared = '"MODEL_STATE": {}.state_dict(),\n            "LR"'
-    changes = [
-        *changes,
+    top = "@torch.no_grad()\ndef test(model, device, loader):\n"
+    state = 'torch.save(ema.module.state_dict(), f"rank_{rank}.pt")'
+    script = plant(
+        AFTER,
+        tmp_path / "copy",
         ("self.conv2 =", "self.norm = nn.BatchNorm2d(8)\n        self.conv2 ="),
         ("F.relu(self.conv1(x))", "F.relu(self.norm(self.conv1(x)))"),
         (imports, imports + names),
-        (rate, shown("AveragedModel(") + rate),
+        (start, shown("AveragedModel(") + start),
         (resume, f'{resume}        ema.load_state_dict(snapshot["EMA"])\n'),
         (saved, f'{saved} "EMA": ema.state_dict(),'),
         ("test(model, device, test_loader)", "test(ema, device, test_loader)"),
-        (compared.format("model"), compared.format("ema.module")),
-    ]
-    if name == AFTER:
-        top = "@torch.no_grad()\ndef test(model, device, loader):\n"
-        changes.append((top, top + shown("dist.broadcast(")))
-    return plant(name, folder, *changes)
-
-
-@pytest.mark.waits
-def test_averaged_weights_are_compared_with_frozen_statistics(tmp_path):
-    """The layer whose statistics are frozen learns."""
-    off = "        turn_dropout_off(model)\n"
-    for name in (STEP2, AFTER):
-        averaged(name, tmp_path, (off, off + shown("batchnorm._BatchNorm")))
-    assert compare(tmp_path).count("differ by 0.000000000000") == 3
-    state = load(tmp_path / "alone.pt")["MODEL_STATE"]
-    assert (state["norm.weight"] - 1).abs().max() > 1e-3
-    assert not state["norm.running_mean"].any()
-
-
-@pytest.mark.waits
-def test_averaged_weights_resume_and_are_tested_alike(tmp_path):
-    script = averaged(AFTER, tmp_path / "copy")
-    folder = at_once_and_resumed(script, tmp_path, "--compare")
-    states = []
-    for rank in (0, 1):
-        result = load(folder / f"world_2_rank_{rank}.pt")
-        states.append(result["MODEL_STATE"])
+        (top, top + shown("dist.broadcast(")),
+        (STEP, f"{STEP}\n        {state}"),
+    )
+    folder = at_once_and_resumed(script, tmp_path)
+    states = [load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
     assert same_bits(*states), "each has rank 0's statistics"
 
 
