@@ -38,6 +38,7 @@ def mistake(text, old, new, explained):
     blocks = [block for block in page.blocks if block.faults and block.anchor == anchor]
     right = page.output_of(right_output(page, blocks[0]))
     wrong = page.output_of(blocks[0])
+    others = "\n".join(map(page.output_of, blocks[1:]))
     return {
         "heading": heading,
         "id": f"why-{name}-{anchor}",
@@ -45,6 +46,7 @@ def mistake(text, old, new, explained):
         "losses": losses(right, wrong)[-1],
         "what": MISTAKES[text],
         "stops": "error:" in wrong,
+        "audit": re.findall(r"(?m)^\S+: MISTAKE.*", others),
     }
 
 
