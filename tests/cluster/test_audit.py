@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
     options: tuple = ()
 
 
-WRAPPED = "output = self.ddp_model(source)  # the model's weights, averaged gradients"
+WRAPPED = "output = self.ddp_model(source)"
 SET_EPOCH = "        self.train_data.sampler.set_epoch(epoch)\n"
 OPTIMIZER = '            "OPTIMIZER_STATE": self.optimizer.state_dict(),\n'
 SEEDED = (
