@@ -7,7 +7,6 @@ anything to another rank, draws a random number, or changes a tensor. An error i
 is an event, too, and the run goes on.
 """
 
-import atexit
 import collections
 import contextlib
 import functools
@@ -496,12 +495,13 @@ class Watch:
         held = any(parameter in self.held for parameter in parameters)
         averaged = any(parameter in self.averaged for parameter in parameters)
         with_gradients = torch.is_grad_enabled()
-        self.evaluated = not (with_gradients and module.training)
+        training = getattr(module, "module", module).training  # without the wrapper
+        self.evaluated = not (with_gradients and training)
         if not self.evaluated and averaged and not self.inside_wrapper:
             self.note("bypass", str(where()))  # a hint, if weights differ later
         if with_gradients:
             if held:
-                self.training = module.training
+                self.training = training
             if self.reads():
                 key = [where()[:1], self.step]
                 # What another module has computed may be the same, rightly.
@@ -511,7 +511,7 @@ class Watch:
                     self.emit("inputs", key=key, value=inputs)
                 if random_state(parameters[0].device) != self.random:
                     self.emit("random", key=key, value=self.random)
-        elif not module.training:
+        elif not training:
             self.evaluate(module, held, [args, kwargs])
 
     def evaluate(self, module, held, inputs):
@@ -857,6 +857,10 @@ def order(sampler, size):
     return torch.randperm(size, generator=generator).tolist()
 
 
+def at_end(watch):
+    util.Finalize(None, safe(watch.end), exitpriority=0)
+
+
 def hook():
     """Let PyTorch tell the watch what happens."""
     global torch, dist, DDP, watch, not_the_readers
@@ -875,10 +879,9 @@ def hook():
     watch.emit("torch")
 
     os.register_at_fork(after_in_child=watch.__init__)
-    end = safe(watch.end)
-    atexit.register(end)
-    # A process that multiprocessing has forked ends without atexit's functions.
-    util.register_after_fork(watch, lambda _: util.Finalize(None, end, exitpriority=0))
+    # Not atexit: a process that multiprocessing has forked does not call it.
+    at_end(watch)
+    util.register_after_fork(watch, at_end)
     # The hooks see a compiled module once more, which does no harm here.
     warnings.filterwarnings("ignore", ".*global hooks on modules")
     module.register_module_forward_pre_hook(safe(watch.enter))

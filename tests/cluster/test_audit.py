@@ -529,6 +529,45 @@ def test_typed(tmp_path):
     again = typed(tmp_path, f"--read={tmp_path}/kept")
     assert again.returncode == 1
     assert "\nAUDIT: 1 MISTAKE, " in again.stdout
+    assert "AUDIT FAILED: 1 mistake (after.py:" in again.stdout.splitlines()[-1]
+    twice = typed(tmp_path, f"--folder={tmp_path}/kept", *words)
+    assert twice.returncode == 2
+    assert "holds an earlier audit" in twice.stderr
+
+
+PITFALLS = """
+import importlib.util, os, pickle
+assert importlib.util.find_spec("torch")  # and torch is imported later
+import torch
+
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+for step in range(3):
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+for function in (torch.save, os.replace, torch.nn.utils.clip_grad_norm_):
+    assert pickle.loads(pickle.dumps(function)) is function
+torch.compile(optimizer.step, fullgraph=True, backend="eager")()
+"""
+
+
+def test_pitfalls(tmp_path):
+    """What a script may do, and a watched one, too."""
+    (tmp_path / "script.py").write_text(PITFALLS)
+    done = typed(tmp_path, "python", "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 steps on 1 rank; your command exited with 0" in done.stdout
+    assert "audit itself failed" not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("AUDIT INCOMPLETE: one process")
+
+
+def test_ended(tmp_path):
+    """SIGTERM ends the command, too."""
+    kill = "import os, time; os.kill(os.getppid(), 15); time.sleep(9)"
+    done = typed(tmp_path, "python", "-c", f"{kill}; open('survived', 'w')")
+    assert done.returncode == 2
+    assert not (tmp_path / "survived").exists()
 
 
 @pytest.mark.parametrize(
