@@ -612,7 +612,7 @@ class Watch:
         if value != self.values.setdefault(number, value):
             self.values[number] = None  # it has changed some
             self.note("learns")
-        elif count > 3 and facts["rate"]:
+        elif count > 3 and facts["rate"] and any(value.values()):  # a part may be empty
             self.note("learns", f"optimizer {number} has changed no weight", 2)
 
     def look_for_unheld(self, optimizer):
@@ -706,7 +706,10 @@ class Watch:
             self.note("optimizer", wrong, 2)  # a single one is the result
 
     def look_for_nan(self, tensors):
-        found = [pair for pair in tensors if pair[1].is_floating_point()]
+        found = []
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not tensor.is_meta:
+                found.append((name, tensor))
         are_nan = numbers([local(tensor).isnan().any() for _, tensor in found])
         names = [name for (name, _), bad in zip(found, are_nan, strict=True) if bad]
         self.note("nan", f"{names[0]} holds NaN" if names else "")
