@@ -6,7 +6,8 @@ The command runs as you typed it, and trains the same weights: your script is no
 edited. When it has ended, a report names each mistake that it has made, with the line
 of your code. To take this tool along, copy audit.py and audit_watch.py.
 
-Exit status: 0 nothing is wrong, 1 something is, 2 the audit could not be made.
+Exit status: 0 nothing is wrong, 1 something is, 2 the audit could not be made, or the
+command failed, so that the audit proves nothing.
 """
 
 import argparse
@@ -490,6 +491,7 @@ def weights(run, kind):
         event = mine
         cause = "weights"
         hints = run.events("bypass") + run.events("unsent")
+        hints = [hint for hint in hints if hint.step <= mine.step]
         if mine.step == 0:
             cause = "start"
         elif hints:
@@ -532,8 +534,7 @@ def once(run, kind):
 
 
 def met(run, kind):
-    pairs = run.pairs(kind)
-    for mine, its in needed(pairs):
+    for mine, its in needed(run.pairs(kind)):
         common = set(mine.value) & set(its.value)
         if mine.alone and its.alone and 2 * len(common) < len(mine.value):
             yield mine, "no collective followed before the next step or the end"
@@ -569,8 +570,12 @@ def judge(run):
         else:
             event, seen = found
             lines = event.lines or ["a line of no file of yours:0"]
-            facts = {"mistake": kind, "lines": lines, "seen": seen}
-            findings[check["group"]] = Event(check, **facts, step=event.step)
+            finding = Event(
+                check, mistake=kind, lines=lines, seen=seen, step=event.step
+            )
+            finding["code"] = code_at(lines[0])
+            finding["help"] = f"{DOCS}/{check['help']}"
+            findings[check["group"]] = finding
     return list(findings.values()), fine, unchecked
 
 
@@ -629,11 +634,8 @@ def report(run, as_json):
         print(f"{short(finding.lines[0])}: MISTAKE {number}: {finding.wrong}")
     for number, finding in enumerate(findings, 1):
         print(f"\nMISTAKE {number}  ", ", called from ".join(map(short, finding.lines)))
-        print("  Code ", code_at(finding.lines[0]))
-        print("  Seen ", finding.seen)
-        print("  Why  ", finding.why)
-        print("  Fix  ", finding.fix)
-        print("  Help ", f"{DOCS}/{finding.help}")
+        for row in ("code", "seen", "why", "fix", "help"):
+            print(f"  {row.capitalize():<5} {finding[row]}")
     lacks = [f"{title} (needs {lack})" for title, lack in unchecked.items()]
     tell_list(f"NOT CHECKED ({len(lacks)}), could still be wrong", lacks)
     tell_list(f"OK ({len(fine)})", fine)
@@ -661,6 +663,8 @@ def environment(folder, **settings):
 
 def start(command, folder, **settings):
     """Run a command under watch, to its end: its exit status."""
+    if list(folder.glob(f"*-{socket.gethostname()}-*.jsonl")):
+        raise BadInput(f"{folder} holds an earlier audit: name another folder")
     env = {**os.environ, **environment(folder, **settings)}
     try:
         process = subprocess.Popen(command, env=env)
@@ -830,9 +834,6 @@ def watch(args, folder, settings):
     """Run the command once, and report."""
     status = 0
     if not args.read:
-        earlier = list(folder.glob(f"*-{socket.gethostname()}-*.jsonl"))
-        if earlier:
-            raise BadInput(f"{folder} holds an earlier audit: name another folder")
         status = start(args.command, folder, **settings)
     run = Run(folder, status)
     if not run.ranks:
