@@ -228,14 +228,14 @@ def hashes(value, count=None):
     """A text for each sample in a batch, the same for the same numbers."""
     found = []
     with torch.no_grad():
-        for tensor in tensors_in(value):
+        for tensor in map(local, tensors_in(value)):
             if not tensor.dim() or not tensor.numel() or tensor.is_complex():
                 continue
             count = count or len(tensor)
             if len(tensor) == count:
-                rows = local(tensor).reshape(count, -1)
-                rows = rows[:, :: 1 + rows.shape[1] // COLUMNS].double()
-                places = torch.arange(1.0, rows.shape[1] + 1, device=rows.device)
+                rows = tensor.reshape(count, -1)
+                rows = rows[:, :: 1 + rows.shape[1] // COLUMNS].cpu().double()
+                places = torch.arange(1.0, rows.shape[1] + 1, device="cpu")
                 found.append((rows * places.cos()).sum(1))
     return [f"{number:.9g}" for number in sum(found).tolist()] if found else []
 
