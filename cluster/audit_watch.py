@@ -602,7 +602,6 @@ class Watch:
                 facts["unwrapped_lines"] = lines
             if len(part_of(each)) > self.fully_sharded:
                 self.note("parallel")
-        settings_now["the first parameters"] = list(named)[:3]
         self.emit("settings", value=settings_now, **facts)
         if settings.get("every_step"):
             facts["gradients"] = sum(sizes(gradients_of(optimizer)).values())
