@@ -585,11 +585,11 @@ class Watch:
             self.look_for_unheld(optimizer)
 
     def read(self, optimizer, number, count):
-        settings_now = settings_of(optimizer)
-        rates = [settings_now[name] for name in settings_now if name.startswith("lr ")]
         facts = {"optimizer": number, "step": count, "key": [number, count]}
+        self.emit("settings", value=settings_of(optimizer), **facts)
+        facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
+        facts["unwrapped"] = []
         named = {}
-        unwrapped = []
         here = where()
         for place, each in enumerate(parameters_of(optimizer)):
             unknown = (f"parameter {place} of optimizer {number}", here)
@@ -598,14 +598,12 @@ class Watch:
                 name = f"{name} ({place})"
             named[name] = each
             if self.averaged and each not in self.averaged:
-                unwrapped.append(f"mean absolute value of {name}")
+                facts["unwrapped"].append(f"mean absolute value of {name}")
                 facts["unwrapped_lines"] = lines
             if len(part_of(each)) > self.fully_sharded:
                 self.note("parallel")
-        self.emit("settings", value=settings_now, **facts)
         if settings.get("every_step"):
             facts["gradients"] = sum(sizes(gradients_of(optimizer)).values())
-        facts |= {"unwrapped": unwrapped, "rate": max(rates, default=1)}
         value = sizes(named)
         self.emit("weights", value=value, **facts)
         if value != self.values.setdefault(number, value):
