@@ -7,12 +7,13 @@ anything to another rank, draws a random number, or changes a tensor. An error i
 is an event, too, and the run goes on.
 """
 
-import atexit
 import collections
+import contextlib
 import functools
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -23,25 +24,53 @@ import weakref
 import zlib
 from multiprocessing import util
 
-FIRST_STEPS = 20  # weights are read after each of these steps, and then rarely:
+FIRST_STEPS = 20  # tensors are read in each of these steps, and then rarely:
 EVERY_STEPS = 50
+EPOCHS = 50  # and in the first steps of so many epochs
 COLUMNS = 1024  # so many numbers of a sample are enough to know it again
-INDICES = 1_000_000  # so many samples' numbers are written down
-MEETINGS = "all_reduce all_gather all_gather_object all_gather_into_tensor gather"
-MEETINGS += (
-    " gather_object reduce reduce_scatter_tensor broadcast broadcast_object_list"
-)
+SAMPLES = 1_000_000  # so many samples are written down
+TESTED = 100  # and so many of each evaluation
+PROBES = 100  # so many of a data set are compared between ranks
+CHUNK = 1 << 24  # so many numbers of a tensor are copied at a time
+# Before or after which function of whom which method of the watch is called
+PATCHES = """
+before torch.utils.data.dataloader._BaseDataLoaderIter _reset           restart
+after  torch.utils.data.dataloader._BaseDataLoaderIter _next_index      index
+after  torch.utils.data.DataLoader                     __iter__         iterate
+after  torch.optim.Optimizer                           add_param_group  hold
+after  torch.nn.parallel.DistributedDataParallel       __init__         wrap
+before torch.Tensor                                    backward         backward
+after  torch.amp.GradScaler                            scale            scale
+after  torch.amp.GradScaler                            unscale_         unscale
+after  torch.amp.GradScaler                            step             skip
+after  torch.amp.GradScaler                            update           unscale
+before torch.nn.utils                                  clip_grad_norm_  clip
+before torch.nn.utils                                  clip_grad_value_ clip
+before torch                                           save             save
+after  torch.distributed                       init_process_group       join
+before torch.distributed.algorithms.Join       __enter__                join_uneven
+before torch.distributed                       all_gather               meet
+before torch.distributed                       all_gather_into_tensor   meet
+before torch.distributed                       all_gather_object        meet
+before torch.distributed                       all_reduce               meet
+before torch.distributed                       broadcast                meet
+before torch.distributed                       broadcast_object_list    meet
+before torch.distributed                       gather                   meet
+before torch.distributed                       gather_object            meet
+before torch.distributed                       reduce                   meet
+before torch.distributed                       reduce_scatter_tensor    meet
+"""
 settings = json.loads(os.environ.get("AUDIT", "{}"))  # of audit.py's command line
+host = socket.gethostname()
 
 
-def begin():
+def begin(site):
     """Wait for `import torch`, and let the next sitecustomize on the path run."""
     if "torch" in sys.modules:  # a process that was forked
         attach()
     else:
         sys.meta_path.insert(0, Finder())
-    here = os.path.join(settings["folder"], "site")
-    sys.path[:] = [entry for entry in sys.path if entry != here]
+    sys.path[:] = [entry for entry in sys.path if entry != site]
     ours = sys.modules.pop("sitecustomize", None)
     try:
         importlib.import_module("sitecustomize")
@@ -53,11 +82,16 @@ def begin():
 class Finder:
     """Finds torch as Python would, and attaches the watch when it is imported."""
 
+    searching = False
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec:
             execute = spec.loader.exec_module
 
@@ -69,6 +103,15 @@ class Finder:
         return spec
 
 
+def attach():
+    """Called when torch has been imported, which must not fail because of us."""
+    try:
+        if settings:
+            hook()
+    except Exception as error:
+        print(f"audit: this process is not watched: {error!r}", file=sys.stderr)
+
+
 def where():
     """The reader's lines that are running, the innermost first: file:line, ..."""
     frame = sys._getframe(1)
@@ -78,40 +121,54 @@ def where():
         if not path.startswith(not_the_readers) and "-packages" not in path:
             lines.append(f"{os.path.abspath(path)}:{frame.f_lineno}")
         frame = frame.f_back
-    return lines
+    return tuple(lines)
 
 
-def safely(function, *args, **kwargs):
-    """Call it; what it raises is written down and goes no further."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        if type(error).__name__ not in watch.broken:
-            watch.broken.add(type(error).__name__)
-            try:
-                line = error.__traceback__.tb_next.tb_lineno
-                watch.emit("broken", what=f"{error!r:.300}", own_line=line)
-            except Exception:
-                pass  # the disk may be full: the run goes on all the same
-        return None
+def unwatched():
+    """Whether PyTorch records this code to repeat it: then it must stay as it is."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def patch(owner, name, before=None, after=None):
+def safe(function):
+    """A hook that calls it; what it raises is written down and goes no further."""
+
+    def called(*args, **kwargs):
+        if unwatched():
+            return
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            watch.fail(error)
+
+    return called
+
+
+def nothing(*args, **kwargs):
+    pass
+
+
+def patch(owner, name, before=nothing, after=nothing):
     """Call `before(*arguments)` and `after(result, *arguments)` around a function."""
     original = getattr(owner, name)
+    first = safe(before)
+    then = safe(after)
 
     @functools.wraps(original)
     def watched(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        if before:
-            safely(before, *args, **kwargs)
+        first(*args, **kwargs)
         result = original(*args, **kwargs)
-        if after:
-            safely(after, result, *args, **kwargs)
+        then(result, *args, **kwargs)
         return result
 
-    setattr(owner, name, watched)
+    # pickle looks a function up where it was defined.
+    for place in (owner, sys.modules[original.__module__]):
+        if getattr(place, name, None) is original:
+            setattr(place, name, watched)
+
+
+# Tensors
 
 
 def local(tensor):
@@ -121,25 +178,45 @@ def local(tensor):
 
 
 def part_of(tensor):
-    """Which part of a split tensor it is: ranks with the same may be compared."""
+    """Which part of a split tensor it is, a number for each dimension of the mesh."""
     if not hasattr(tensor, "placements"):
-        return ""
+        return []
     place = tensor.device_mesh.get_coordinate()
     cuts = zip(place, tensor.placements, strict=True)
-    return str([number for number, cut in cuts if cut.is_shard()])
+    return [number for number, cut in cuts if cut.is_shard()]
 
 
-def sums(tensors):
-    """[sum, sum of absolute values] of each tensor, after one wait for the device."""
-    found = []
+def numbers(tensors):
+    """The numbers that tensors of one element hold, after one wait for the device."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    return torch.stack([tensor.to(device) for tensor in tensors]).tolist()
+
+
+def sizes(named):
+    """{name: mean absolute value} of {name: tensor}.
+
+    The names tell the parts of a split tensor apart, so that only like parts meet.
+    """
+    means = {}
     with torch.no_grad():
-        for tensor in map(local, tensors):
-            exact = torch.float32 if tensor.device.type == "mps" else torch.float64
-            total = tensor.sum(dtype=exact)
-            size = torch.linalg.vector_norm(tensor, 1, dtype=exact)
-            found.append(torch.stack([total, size]))
-        found = [pair.to(found[0].device) for pair in found]
-        return torch.stack(found).tolist() if found else []
+        for name, tensor in named.items():
+            part = local(tensor)
+            if part.is_floating_point() and part.layout == torch.strided:
+                exact = torch.float32 if part.device.type == "mps" else torch.float64
+                # A large tensor, copied as float64, might not fit into memory.
+                chunks = part.reshape(-1).split(CHUNK)
+                total = sum(chunk.abs().sum(dtype=exact) for chunk in chunks)
+                title = f"mean absolute value of {name}{part_of(tensor) or ''}"
+                means[title] = total / max(1, part.numel())
+        return dict(zip(means, numbers(list(means.values())), strict=True))
+
+
+def plain(name):
+    """A parameter's name without those of wrappers."""
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in ("module", "_orig_mod"))
 
 
 def tensors_in(value):
@@ -149,28 +226,52 @@ def tensors_in(value):
 
 def hashes(value, count=None):
     """A text for each sample in a batch, the same for the same numbers."""
+    found = []
     with torch.no_grad():
-        tensors = [tensor for tensor in tensors_in(value) if tensor.dim()]
-        if count is None and tensors:
-            count = len(tensors[0])
-        found = []
-        for tensor in tensors:
-            if len(tensor) != count or not tensor.numel() or tensor.is_complex():
+        for tensor in map(local, tensors_in(value)):
+            if not tensor.dim() or not tensor.numel() or tensor.is_complex():
                 continue
-            rows = local(tensor).reshape(count, -1)
-            rows = rows[:, :: 1 + rows.shape[1] // COLUMNS].double()
-            weights = torch.arange(1, rows.shape[1] + 1, device=rows.device)
-            found.append((rows * weights.double().cos()).sum(1))
-        numbers = sum(found).tolist() if found else []
-    return [f"{number:.9g}" for number in numbers]
+            count = count or len(tensor)
+            if len(tensor) == count:
+                rows = tensor.reshape(count, -1)
+                rows = rows[:, :: 1 + rows.shape[1] // COLUMNS].cpu().double()
+                places = torch.arange(1.0, rows.shape[1] + 1, device="cpu")
+                found.append((rows * places.cos()).sum(1))
+    return [f"{number:.9g}" for number in sum(found).tolist()] if found else []
 
 
-def random_state():
-    """A number that changes when this process draws a random number."""
+def random_state(device):
+    """A number that changes when a model on this device draws a random number."""
     states = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        states.append(torch.get_device_module().get_rng_state())
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
     return zlib.crc32(b"".join(bytes(state.tolist()) for state in states))
+
+
+def parameters_of(optimizer):
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def gradients_of(optimizer):
+    found = {}
+    for place, each in enumerate(parameters_of(optimizer)):
+        if each.grad is not None:
+            found[place] = each.grad
+    return found
+
+
+def settings_of(optimizer):
+    """{name: value} of what is a number, or a tuple of numbers."""
+    found = {}
+    for place, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, (int, float)):
+                found[f"{key} of group {place}"] = value
+            elif isinstance(value, tuple):
+                found[f"{key} of group {place}"] = str(value)
+    return found
 
 
 class Watch:
@@ -178,227 +279,359 @@ class Watch:
 
     def __init__(self):
         self.file = None
-        self.meetings = 0  # collectives that give a rank what others have
-        self.broken = set()
-        self.steps = weakref.WeakKeyDictionary()  # {optimizer: steps so far}
+        self.failed = set()  # lines of this file that have raised something
+        self.noted = collections.Counter()
+        self.meetings = 0  # collectives since the last evaluation began
+        self.group = None  # the lines that have made the process group
+        self.uneven = False
+
+        self.counts = {}  # {an optimizer's number: its steps so far}
         self.numbers = weakref.WeakKeyDictionary()  # {optimizer: its number}
-        self.optimized = torch.utils.weak.WeakIdKeyDictionary()
+        self.values = {}  # {an optimizer's number: its first weights}
+        self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
+        self.zeroed = weakref.WeakKeyDictionary()  # {optimizer: had no old gradients}
+        self.held = torch.utils.weak.WeakIdKeyDictionary()  # by an optimizer
         self.averaged = torch.utils.weak.WeakIdKeyDictionary()  # by a DDP wrapper
         self.names = torch.utils.weak.WeakIdKeyDictionary()  # {parameter: name, lines}
-        self.loaders = weakref.WeakKeyDictionary()  # {loader: [number, iterations]}
-        self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: how it was called}
+
+        self.loaders = weakref.WeakKeyDictionary()  # {loader: {lines: its name there}}
+        self.loops = collections.Counter()  # {lines: how many loaders begin there}
+        self.iterations = 0
+        self.epoch_began = 0  # after so many steps
+        self.pending = []  # batches: nobody knows yet what they are used for
+        self.passes = {}  # {(use, loader): {iteration: its number among these}}
+        self.begins = {}  # {loader: the first samples of each pass}
+        self.samples = 0
+
+        self.thread = threading.get_ident()
         self.outer = None  # the outermost module that runs now, by a weak reference
         self.parameters = []  # its own
-        self.thread = threading.get_ident()
         self.inside_wrapper = False
-        self.sends = collections.Counter()  # {line of a forward pass: times sent}
-        self.unsent = False
-        self.last_pass = None
-        self.batches = 0
-        self.indices = 0
+        self.fully_sharded = False
         self.random = None
-        self.scaled = False
-        self.saved = set()
-        self.said = set()
+        self.training = True  # what an optimizer holds, in its last forward pass
+        self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
+        self.sends = collections.Counter()  # {lines of a forward pass: times sent}
+        self.unsent = False
+        self.scaled = None  # whether gradients are; None without a scaler
+
+        self.evaluated = False  # by the last forward pass
+        self.evaluation = None  # what is known of the one that runs
+        self.tested = set()  # samples of earlier ones
+        self.last_read = weakref.WeakKeyDictionary()  # {module: step}
+
+        self.saved = set()  # paths
+        self.states = {}  # {path: of how many optimizers it has the state}
+        self.in_parts = False
 
     def emit(self, kind, **facts):
         if self.file is None:
-            name = f"{os.getpid()}-{time.time_ns()}.jsonl"
-            path = os.path.join(settings["folder"], name)
+            path = f"{settings['folder']}/{time.time_ns()}-{host}-{os.getpid()}.jsonl"
             self.file = open(path, "x", buffering=1)  # noqa: SIM115  to the end
-            environ = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE")}
-            self.emit("start", host=socket.gethostname(), time=time.time(), **environ)
-        line = {"kind": kind, "meetings": self.meetings, **facts}
+            self.emit("start", rank=int(os.environ.get("RANK", 0)))
+        line = {"kind": kind, "step": self.step, "lines": where(), **facts}
         self.file.write(json.dumps(line) + "\n")
 
-    def once(self, kind, **facts):
-        """Emit it for the first time that these lines do it."""
-        lines = where()
-        if (kind, str(lines)) not in self.said:
-            self.said.add((kind, str(lines)))
-            self.emit(kind, lines=lines, step=self.step, **facts)
+    def note(self, kind, wrong="", times=1, **facts):
+        """What one process can judge, written once; "" if it is right."""
+        self.noted[kind, wrong] += 1
+        if self.noted[kind, wrong] == times:
+            self.emit(kind, wrong=wrong, **facts)
+
+    def fail(self, error):
+        trace = error.__traceback__
+        line = (trace.tb_next or trace).tb_lineno
+        if line not in self.failed:
+            self.failed.add(line)
+            with contextlib.suppress(Exception):  # the disk may be full
+                self.emit("failed", what=f"{error!r:.300}", own_line=line)
 
     @property
     def step(self):
-        return max(self.steps.values(), default=0)
+        return max(self.counts.values(), default=0)
 
-    def reads(self, step):
-        rarely = step < FIRST_STEPS or step % EVERY_STEPS == 0
-        return rarely or settings.get("every_step", False)
+    def reads(self):
+        """Whether tensors are read in this step, which waits for the device."""
+        early = self.step < FIRST_STEPS or self.step % EVERY_STEPS == 0
+        begins = self.step < self.epoch_began + 3 and self.iterations < EPOCHS
+        return early or begins or settings.get("every_step", False)
 
     # Batches
 
     def restart(self, iterator, *args, **kwargs):
         """A loader keeps its workers, and its iterator begins another epoch."""
-        iterator._audit = collections.deque()
+        iterator._audit_waiting = collections.deque()
 
     def index(self, indices, iterator):
         """The sampler has given the numbers of a batch, which comes later."""
-        waiting = iterator.__dict__.setdefault("_audit", collections.deque())
-        waiting.append(indices)
-
-    def deliver(self, data, iterator, loader_number, iteration):
-        indices = iterator._audit.popleft() if hasattr(iterator, "_audit") else None
-        if not isinstance(indices, list):
-            indices = [indices]
-        facts = {"loader": loader_number, "iteration": iteration, "indices": None}
-        known = all(isinstance(index, int) for index in indices)
-        if known and self.indices < INDICES:
-            self.indices += len(indices)
-            facts["indices"] = indices
-            on_cpu = all(each.device.type == "cpu" for each in tensors_in(data))
-            facts["rows"] = hashes(data, len(indices)) if on_cpu else []
-        self.batches += 1
-        self.emit("batch", **facts)
-        if self.reads(self.step):
-            self.random = random_state()
+        empty = collections.deque()
+        iterator.__dict__.setdefault("_audit_waiting", empty).append(indices)
 
     def iterate(self, iterator, loader):
-        entry = self.loaders.setdefault(loader, [len(self.loaders), 0])
-        entry[1] += 1
-        iterator.__dict__["_audit_of"] = (entry[0], entry[1])
-        data = loader.dataset
-        chosen = getattr(data, "indices", None)
-        facts = {
-            "loader": entry[0],
-            "iteration": entry[1],
-            "length": len(data) if hasattr(data, "__len__") else None,
-            "subset": zlib.crc32(str(list(chosen)).encode())
-            if chosen is not None
-            else None,
-            "sampler": type(getattr(loader, "sampler", None)).__name__,
+        lines = str(where())
+        names = self.loaders.setdefault(loader, {})
+        if lines not in names:
+            self.loops[lines] += 1
+            names[lines] = f"{lines} {self.loops[lines]}"
+        self.iterations += 1
+        self.epoch_began = self.step
+        iterator._audit_facts = {
+            "loader": names[lines],
+            "iteration": self.iterations,
+            "shared": "DistributedSampler" in type(loader.sampler).__name__,
         }
-        self.emit("iterate", lines=where(), **facts)
+
+    def deliver(self, data, iterator):
+        facts = iterator._audit_facts
+        indices = iterator._audit_waiting.popleft()
+        if not isinstance(indices, list):
+            indices = [indices]
+        indexed = all(hasattr(index, "__index__") for index in indices)
+        on_cpu = all(each.device.type == "cpu" for each in tensors_in(data))
+        rows = []
+        if on_cpu and self.samples < SAMPLES:
+            rows = hashes(data, len(indices) if indexed else None)
+        # A sampler may give a number to several ranks whose data are not the same.
+        value = rows
+        if indexed:
+            found = [f"{int(index):09}" for index in indices]
+            value = [" ".join(pair) for pair in zip(found, rows, strict=False)]
+            if facts["shared"]:
+                value = found
+        self.samples += len(value)
+        if self.evaluated:
+            self.flush("evaluated")
+        # Somebody may have only looked at a batch of this loader.
+        self.pending = [
+            each
+            for each in self.pending
+            if each["loader"] != facts["loader"]
+            or each["iteration"] == facts["iteration"]
+        ]
+        facts = {**facts, "indexed": indexed, "value": value, "lines": where()}
+        self.pending.append(facts)
+        if facts["shared"] and rows:
+            length = len(iterator._dataset)
+            for index, row in zip(map(int, indices), rows, strict=True):
+                if index < PROBES:
+                    sample = {f"sample {index}": row, "the data set's length": length}
+                    self.emit("data", key=[facts["loader"], index], value=sample)
+
+    def flush(self, use):
+        """Write down what the batches were used for: "trained" or "evaluated"."""
+        for facts in self.pending:
+            passes = self.passes.setdefault((use, facts["loader"]), {})
+            number = passes.setdefault(facts["iteration"], len(passes))
+            if self.samples < SAMPLES:
+                self.emit(use, key=[facts["loader"], number], **facts)
+            if use == "trained" and facts["indexed"]:
+                self.look_at_order(facts, number)
+        self.pending = []
+        self.evaluated = False
+
+    def look_at_order(self, facts, number):
+        begins = self.begins.setdefault(facts["loader"], [])
+        if number == len(begins):
+            begins.append([])
+        begin = begins[-1]
+        if len(begin) < 8:
+            begin += facts["value"]
+            if number and len(begin) >= 8:
+                same = begin[:8] == begins[-2][:8] != sorted(begin[:8])
+                wrong = f"two epochs began with the samples {begin[:3]}" if same else ""
+                self.note("order", wrong, lines=facts["lines"])
 
     # Forward and backward passes
 
     def wrap(self, result, wrapper, module, *args, **kwargs):
+        self.name(module)
         for parameter in module.parameters():
-            self.averaged[parameter] = True
+            if parameter.requires_grad:  # DDP does not see what is thawed later
+                self.averaged[parameter] = True
 
     def name(self, module):
+        if type(module).__name__.startswith("FSDP"):
+            self.fully_sharded = True
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
-                for prefix in ("module.", "_orig_mod."):
-                    name = name.replace(prefix, "")
-                self.names[parameter] = (name, type(module).__name__, where())
+                self.names[parameter] = (plain(name), where())
 
     def enter(self, module, args):
         if threading.get_ident() != self.thread:
             return  # DataParallel's replicas
         if torch._C._current_graph_task_id() != -1:
             return  # a backward pass computes a checkpointed part again
+        parts = [module]
         if self.outer is None or self.outer() in (None, module):
             self.outer = weakref.ref(module)
             self.inside_wrapper = False
             self.parameters = list(module.parameters())  # FSDP has others inside
-            if self.parameters and self.parameters[0] not in self.names:
-                self.name(module)
+            if self.parameters:
+                if self.parameters[-1] not in self.names:
+                    self.name(module)
+                if self.reads():
+                    self.random = random_state(self.parameters[0].device)
             # A compiled module calls no hook of those inside it.
-            parts = module.modules() if hasattr(module, "_orig_mod") else [module]
-        else:
-            parts = [module]
+            if hasattr(module, "_orig_mod"):
+                parts = module.modules()
         for wrapper in parts:
             if isinstance(wrapper, DDP):
                 self.inside_wrapper = True
                 if torch.is_grad_enabled():
-                    sync = wrapper.require_backward_grad_sync
-                    self.awaiting[wrapper] = (str(where()), sync)
+                    # DDP decides now whether the backward pass sends gradients.
+                    sends = wrapper.require_backward_grad_sync
+                    self.awaiting[wrapper] = (where(), sends)
 
-    def leave(self, module, args):
+    def leave(self, module, args, kwargs, output):
         if self.outer is None or self.outer() is not module:
             return
         if threading.get_ident() != self.thread:
             return
-        self.outer = None
         parameters = self.parameters
+        self.outer = None
         self.parameters = []
         if not parameters:
             return  # a loss
-        trains = module.training and torch.is_grad_enabled()
+        held = any(parameter in self.held for parameter in parameters)
         averaged = any(parameter in self.averaged for parameter in parameters)
-        if trains and averaged and not self.inside_wrapper:
-            self.once("bypass")
-        this_pass = (trains, self.batches, self.step)
-        if this_pass == self.last_pass:
-            return
-        facts = {}
-        optimized = any(parameter in self.optimized for parameter in parameters)
-        if not trains and optimized and (self.last_pass or [True])[0]:
-            facts["buffers"] = self.buffers(module)
-        if optimized or trains:
-            self.last_pass = this_pass
-            if trains and self.reads(self.step):
-                facts["inputs"] = " ".join(hashes(args))
-            self.emit("train" if trains else "eval", lines=where(), **facts)
+        with_gradients = torch.is_grad_enabled()
+        training = getattr(module, "module", module).training  # without the wrapper
+        self.evaluated = not (with_gradients and training)
+        if not self.evaluated and averaged and not self.inside_wrapper:
+            self.note("bypass", str(where()))  # a hint, if weights differ later
+        if with_gradients:
+            if held:
+                self.training = training
+            if self.reads():
+                key = [where()[:1], self.step]
+                # What another module has computed may be the same, rightly.
+                given = tensors_in([args, kwargs])
+                inputs = hashes([each for each in given if not each.requires_grad])
+                if inputs:
+                    self.emit("inputs", key=key, value=inputs)
+                if random_state(parameters[0].device) != self.random:
+                    self.emit("random", key=key, value=self.random)
+        elif not training:
+            self.evaluate(module, held, [args, kwargs])
 
-    def buffers(self, module):
-        found = {}
-        for name, part in module.named_modules():
-            for key, buffer in part._buffers.items():
-                kept = key not in part._non_persistent_buffers_set
-                if kept and buffer is not None and buffer.is_floating_point():
-                    found[f"{name}.{key}".replace("module.", "")] = buffer
-        return dict(zip(found, sums(found.values()), strict=True))
+    def evaluate(self, module, held, inputs):
+        """A forward pass of an evaluation, or of a teacher, which has one per step."""
+        gap = self.step - self.last_read.get(module, -EVERY_STEPS)
+        self.last_read[module] = self.step
+        if gap > 4 or (gap and self.reads()):
+            state = dict(module.named_parameters()) | dict(module.named_buffers())
+            self.emit("state", key=[where(), self.step], value=sizes(state))
+        if held:
+            if self.evaluation is None:
+                self.evaluation = {"lines": where(), "value": []}
+                self.meetings = 0
+            if len(self.evaluation["value"]) < TESTED:
+                self.evaluation["value"] += hashes(inputs)
+
+    def end_evaluation(self):
+        """Write it down, if the same samples have been tested before."""
+        facts = self.evaluation
+        self.evaluation = None
+        if facts and facts["value"]:
+            samples = str(facts["value"])
+            if samples in self.tested:
+                key = [facts["lines"], self.step]
+                self.emit("met", key=key, alone=not self.meetings, **facts)
+            self.tested.add(samples)
 
     def backward(self, *args, **kwargs):
-        for wrapper, (lines, sync) in list(self.awaiting.items()):
-            if sync:
-                self.sends[lines] += 1
-                if not wrapper.require_backward_grad_sync:
-                    self.once("no_sync")
-            self.unsent = not sync
+        self.flush("trained")
+        self.end_evaluation()
+        mode = "" if self.training else "backward() while the model is in eval() mode"
+        self.note("mode", mode, 3)
+        for wrapper, (lines, sends) in self.awaiting.items():
+            self.sends[lines] += sends
+            self.unsent = not sends
+            now = wrapper.require_backward_grad_sync
+            if not sends:
+                self.note("no_sync")
+            elif not now:
+                self.note("no_sync", "no_sync() around backward() alone")
         self.awaiting.clear()
+        if self.reads():
+            for optimizer, number in self.numbers.items():
+                if self.counts[number] and not self.zeroed.get(optimizer):
+                    left = any(sizes(gradients_of(optimizer)).values())
+                    self.zeroed[optimizer] = not left
 
     # Steps
 
-    def before_step(self, optimizer):
-        count = self.steps.setdefault(optimizer, 0)
-        number = self.numbers.setdefault(optimizer, len(self.numbers))
-        lines = max(self.sends, key=self.sends.get, default="")
-        facts = {"optimizer": number, "step": count + 1, "unsent": self.unsent}
-        facts["sends"] = self.sends[lines] if lines else 0
-        facts["sent_from"] = lines
-        parameters = parameters_of(optimizer)
-        if parameters and len(parameters) != self.optimized.get(parameters[0]):
-            for each in parameters:
-                self.optimized[each] = len(parameters)
-            self.emit("parameters", optimizer=number, rows=self.rows(parameters))
-        if self.reads(count):
-            facts["lines"] = where()
-            facts["groups"] = [numbers_in(group) for group in optimizer.param_groups]
-            now = random_state()
-            facts["random"] = [self.random, now]
-            self.random = now
-            self.read(number, count, parameters)
-            if settings.get("every_step"):
-                grads = [each.grad for each in parameters if each.grad is not None]
-                facts["grads"] = sums(grads)
-        self.emit("step", **facts)
+    def hold(self, result, optimizer, *args, **kwargs):
+        self.made[optimizer] = where()
+        for each in parameters_of(optimizer):
+            self.held[each] = True
 
-    def read(self, number, count, parameters):
-        self.emit("weights", optimizer=number, step=count, sums=sums(parameters))
+    def before_step(self, optimizer, *args):
+        number = self.numbers.setdefault(optimizer, len(self.counts))
+        count = self.counts.setdefault(number, 0)
+        for lines, times in self.sends.items():
+            wrong = f"sent {times} times for one step" if times > 1 else ""
+            self.note("twice", wrong, 3, lines=lines)
+        if self.unsent:
+            self.note("unsent", "a step without averages", 2)
+        kept = not self.zeroed.pop(optimizer, True)
+        wrong = "each gradient was added to those of earlier steps" if kept else ""
+        self.note("zeroed", wrong, 3)
+        if self.reads():
+            for each in parameters_of(optimizer):
+                self.held[each] = True  # others may have been put there
+            self.read(optimizer, number, count)
+        if count == 2:
+            self.look_for_unheld(optimizer)
 
-    def rows(self, parameters):
-        """Of each parameter, what the starting process has to know."""
-        rows = []
-        for number, each in enumerate(parameters):
-            default = (f"parameter {number}", "", [])
-            name, kind, lines = self.names.get(each, default)
-            averaged = each in self.averaged
-            sharded = kind.startswith("FSDP")
-            rows.append([name, lines, each.numel(), part_of(each), averaged, sharded])
-        return rows
+    def read(self, optimizer, number, count):
+        facts = {"optimizer": number, "step": count, "key": [number, count]}
+        self.emit("settings", value=settings_of(optimizer), **facts)
+        facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
+        facts["unwrapped"] = []
+        named = {}
+        here = where()
+        for place, each in enumerate(parameters_of(optimizer)):
+            unknown = (f"parameter {place} of optimizer {number}", here)
+            name, lines = self.names.get(each, unknown)
+            if name in named:
+                name = f"{name} ({place})"
+            named[name] = each
+            if self.averaged and each not in self.averaged:
+                facts["unwrapped"].append(f"mean absolute value of {name}")
+                facts["unwrapped_lines"] = lines
+            if len(part_of(each)) > self.fully_sharded:
+                self.note("parallel")
+        if settings.get("every_step"):
+            facts["gradients"] = sum(sizes(gradients_of(optimizer)).values())
+        value = sizes(named)
+        self.emit("weights", value=value, **facts)
+        if value != self.values.setdefault(number, value):
+            self.values[number] = None  # it has changed some
+            self.note("learns")
+        elif count > 3 and facts["rate"] and any(value.values()):  # a part may be empty
+            self.note("learns", f"optimizer {number} has changed no weight", 2)
 
-    def after_step(self, optimizer):
-        self.steps[optimizer] += 1
+    def look_for_unheld(self, optimizer):
+        for each, (name, _) in self.names.items():
+            trained = each in self.averaged and each.grad is not None
+            if trained and each not in self.held:
+                wrong = f"{name} has a gradient, and no optimizer holds it"
+                self.note("unheld", wrong, lines=self.made.get(optimizer, where()))
+                return
+        if self.averaged:
+            self.note("unheld")
+
+    def after_step(self, optimizer, *args):
+        number = self.numbers[optimizer]
+        self.counts[number] += 1
         self.sends.clear()
         self.unsent = False
-        self.outer = None
-        count = self.steps[optimizer]
+        self.outer = None  # a forward pass that has raised an error left them
+        self.parameters = []
         if settings.get("every_step"):
-            self.read(self.numbers[optimizer], count, parameters_of(optimizer))
-        if count == settings.get("kill"):
+            self.read(optimizer, number, self.counts[number])
+        if self.counts[number] == settings.get("kill"):
             self.kill()
 
     def kill(self):
@@ -419,116 +652,132 @@ class Watch:
         self.scaled = False
 
     def clip(self, *args, **kwargs):
-        if self.scaled:
-            self.once("clip")
+        if self.scaled is not None:
+            wrong = "the gradients were still scaled" if self.scaled else ""
+            self.note("clip", wrong)
 
     def meet(self, *args, **kwargs):
         self.meetings += 1
+
+    def join(self, *args, **kwargs):
+        self.group = where()
+        self.emit("group", rank=dist.get_rank())
+
+    def join_uneven(self, *args, **kwargs):
+        self.uneven = True  # DDP's join lets ranks make other numbers of steps
 
     # Files
 
     def save(self, obj, f, *args, **kwargs):
         path = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", None)
+        again = False
+        if isinstance(path, (str, os.PathLike)):  # else it is a temporary file
+            path = os.path.realpath(path)
+            again = path in self.saved and os.path.exists(path)
+            self.saved.add(path)
+            self.emit("file", key=f"{host}:{path}")
         if isinstance(obj, torch.nn.Module):
-            obj = {"": obj.state_dict(keep_vars=True)}
+            obj = obj.state_dict(keep_vars=True)
         if not isinstance(obj, dict):
             caller = sys._getframe(3).f_code.co_filename
-            if "checkpoint" in os.path.dirname(caller):  # torch.distributed's
-                self.emit("parts")
+            # torch.distributed.checkpoint's files are not whole snapshots.
+            self.in_parts |= "checkpoint" in os.path.dirname(caller)
             return
-        facts = {"prefix": None, "optimizer": False, "broken": None, "numbers": 0}
-        self.inspect(obj, facts)
-        if isinstance(path, (str, os.PathLike)):
-            path = os.path.realpath(path)
-            facts["again"] = path in self.saved
-            self.saved.add(path)
-        self.emit("save", path=path, step=self.step, lines=where(), **facts)
-
-    def inspect(self, value, facts):
-        """Note what a snapshot holds: an optimizer's state, NaN, keys of a wrapper."""
-        if isinstance(value, (list, tuple)):
-            value = dict(enumerate(value))
-        if {"state", "param_groups"}.issubset(value):
-            facts["optimizer"] = True
+        tensors = []  # of (name, tensor)
+        states = []  # of optimizers
+        collect("", obj, tensors, states)
+        if not tensors and not states:
             return
-        for key, item in value.items():
-            if isinstance(item, torch.optim.Optimizer):
-                facts["optimizer"] = True
-            elif isinstance(item, (dict, list, tuple)):
-                self.inspect(item, facts)
-            elif isinstance(item, torch.Tensor) and item.is_floating_point():
-                facts["numbers"] += item.numel()
-                total = local(item).sum(dtype=torch.float64)
-                if not item.is_meta and not total.isfinite():
-                    facts["broken"] = str(key)
-                wrapped = str(key).startswith(("module.", "_orig_mod."))
-                if wrapped and "n_averaged" not in value:  # an average has such keys
-                    facts["prefix"] = key
+        name = os.path.basename(str(path))
+        self.note("in_place", f"{name} was opened to be overwritten" if again else "")
+        self.look_for_nan(tensors)
+        self.look_at_keys(tensors)
+        self.states[path] = sum(map(bool, states))
+        needed = sum(bool(optimizer.state) for optimizer in self.numbers)
+        trained = sum(map(parameters_of, self.numbers), [])
+        weights = sum(tensor.numel() for _, tensor in tensors)
+        whole = weights >= sum(each.numel() for each in trained)
+        if needed and whole and not self.in_parts:
+            lacks = sum(self.states.values()) < needed
+            wrong = "the file lacks an optimizer's state" if lacks else ""
+            self.note("optimizer", wrong, 2)  # a single one is the result
 
-    def move(self, result, source, target, *args, **kwargs):
-        source = os.path.realpath(source)
+    def look_for_nan(self, tensors):
+        found = []
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not tensor.is_meta:
+                found.append((name, tensor))
+        are_nan = numbers([local(tensor).isnan().any() for _, tensor in found])
+        names = [name for (name, _), bad in zip(found, are_nan, strict=True) if bad]
+        self.note("nan", f"{names[0]} holds NaN" if names else "")
+
+    def look_at_keys(self, tensors):
+        """Only names of what is trained count: an average has others, rightly."""
+        trained = {local(each).data_ptr() for each in self.held}
+        for name, tensor in tensors:
+            if local(tensor).data_ptr() in trained:
+                wrapped = name.startswith(("module.", "_orig_mod."))
+                self.note("keys", f"the key {name} was saved" if wrapped else "")
+                return
+
+    def renamed(self, args):
+        source = os.path.realpath(args[0])
         if source in self.saved:
             self.saved.remove(source)
-            path = os.path.realpath(target)
-            self.emit("move", source=source, path=path, lines=where())
-
-    def load(self, result, f, map_location=None, *args, **kwargs):
-        devices = {tensor.device for tensor in tensors_in(result)}
-        others = [each for each in devices if each.type not in ("cpu", "meta")]
-        if map_location is None and others:
-            own = torch.accelerator.current_device_index()
-            if any(each.index != own for each in others):
-                self.once("load")
-
-    def join(self, *args, **kwargs):
-        self.emit("group", rank=dist.get_rank(), lines=where())
+            path = os.path.realpath(args[1])
+            self.emit("file", key=f"{host}:{path}")
 
     def end(self):
-        if self.file:
-            self.emit("end", initialized=dist.is_initialized())
-            self.file = None
+        if self.file is None:
+            return
+        if self.evaluated:
+            self.flush("evaluated")
+        self.end_evaluation()
+        if not self.uneven:
+            counts = {
+                f"steps of optimizer {number}": count
+                for number, count in self.counts.items()
+            }
+            self.emit("steps", key="all", value=counts)
+        if self.group:
+            left = dist.is_initialized()
+            wrong = "the process has ended with its group" if left else ""
+            self.note("destroyed", wrong, lines=self.group)
+        self.file = None
 
 
-def parameters_of(optimizer):
-    return [each for group in optimizer.param_groups for each in group["params"]]
+def collect(name, value, tensors, states):
+    """Find the tensors and the optimizers' states in a snapshot."""
+    if isinstance(value, torch.Tensor):
+        tensors.append((name, value))
+    elif isinstance(value, torch.optim.Optimizer):
+        states.append(value.state)
+    elif isinstance(value, dict):
+        if {"state", "param_groups"}.issubset(value):
+            states.append(value["state"])
+        else:
+            for key, item in value.items():
+                collect(str(key), item, tensors, states)
+    elif isinstance(value, (list, tuple)) and len(value) < 1000:  # else it is data
+        for number, item in enumerate(value):
+            collect(f"{name} {number}", item, tensors, states)
 
 
-def numbers_in(group):
-    """What an optimizer's group is set to; a rate that is a tensor is read."""
-    found = {}
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, (bool, int, float)) or key == "betas":
-            found[key] = value
-    return found
-
-
-def pre_forward(module, args):
-    if not torch.compiler.is_compiling():
-        safely(watch.enter, module, args)
-        if settings.get("like"):
-            return exact(args)
-    return None
-
-
-def post_forward(module, args, output):
-    if not torch.compiler.is_compiling():
-        safely(watch.leave, module, args)
-
-
-def watch_batches(loader, iterator):
+def watch_batches():
     """Wrap what delivers batches: at most `batches` of an epoch, if that is set."""
+    loader = torch.utils.data.DataLoader
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     advance = iterator.__next__
     length = loader.__len__
     most = settings.get("batches", sys.maxsize)
+    deliver = safe(watch.deliver)
 
     @functools.wraps(advance)
     def watched(self):
         if self._num_yielded >= most:
             raise StopIteration
         data = advance(self)
-        safely(watch.deliver, data, self, *self.__dict__.get("_audit_of", (-1, 0)))
+        deliver(data, self)
         return exact(data) if settings.get("like") else data
 
     iterator.__next__ = watched
@@ -548,6 +797,15 @@ def exact(value):
     return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
 
 
+def make_exact(module, args):
+    """In front of each module: no dropout, statistics that stay, and float64."""
+    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        module.training = False
+    if isinstance(getattr(module, "dropout", None), float):
+        module.dropout = 0.0  # of attention, or of a recurrent layer
+    return exact(args)
+
+
 def make_comparable():
     """Compute in float64, without dropout, on one order of samples.
 
@@ -555,26 +813,12 @@ def make_comparable():
     """
     functional = torch.nn.functional
     attention = functional.scaled_dot_product_attention
-    normalize = functional.batch_norm
-
-    def attend(query, key, value, attn_mask=None, dropout_p=0.0, **others):
-        return attention(query, key, value, attn_mask, 0.0, **others)
-
-    def norm(
-        x, mean, variance, weight=None, bias=None, training=False, *others, **more
-    ):
-        return normalize(x, mean, variance, weight, bias, mean is None, *others, **more)
-
-    for name in vars(functional):
-        if "dropout" in name and not name.startswith("_"):
-            setattr(functional, name, lambda x, *args, **kwargs: x)
-    functional.scaled_dot_product_attention = attend
-    functional.batch_norm = norm
-    torch.nn.SyncBatchNorm.forward = torch.nn.BatchNorm1d.forward
-    patch(torch.nn.RNNBase, "__init__", after=lambda _, self, *a, **k: dry(self))
     data = torch.utils.data
     random_order = data.RandomSampler.__iter__
     shares = data.DistributedSampler.__iter__
+
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, **others):
+        return attention(query, key, value, attn_mask, 0.0, **others)
 
     def shuffled(sampler):
         whole = sampler.num_samples == len(sampler.data_source)
@@ -593,15 +837,17 @@ def make_comparable():
         if isinstance(sampler, (data.RandomSampler, data.DistributedSampler)):
             batches.drop_last = True
 
+    for name in vars(functional):
+        if "dropout" in name and not name.startswith("_"):
+            setattr(functional, name, lambda x, *args, **kwargs: x)
+    functional.scaled_dot_product_attention = attend
     data.RandomSampler.__iter__ = shuffled
     data.DistributedSampler.__iter__ = shared
     patch(data.BatchSampler, "__init__", after=whole_batches)
+    torch.nn.modules.module.register_module_forward_pre_hook(make_exact)
+    torch.compiler.set_stance("force_eager")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # for scripts that set no seed
-
-
-def dry(module):
-    module.dropout = 0.0
 
 
 def order(sampler, size):
@@ -611,69 +857,48 @@ def order(sampler, size):
     return torch.randperm(size, generator=generator).tolist()
 
 
-def attach():
-    """Called when torch has been imported."""
+def at_end(watch):
+    util.Finalize(None, safe(watch.end), exitpriority=0)
+
+
+def hook():
+    """Let PyTorch tell the watch what happens."""
     global torch, dist, DDP, watch, not_the_readers
     import torch
+    import torch.distributed as dist
+    from torch.nn.modules import module
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.optim import optimizer
 
     if hasattr(torch, "_audited"):
         return  # by the process that this one was forked from
     torch._audited = True
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
     library = os.path.dirname(os.__file__)
     not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
     watch = Watch()
-    safely(watch.emit, "torch", version=torch.__version__)
-    # The hooks see a compiled module once more, which does no harm here.
-    warnings.filterwarnings("ignore", ".*global hooks on modules")
-    safely(hook)
-    if settings.get("like"):
-        safely(make_comparable)
-
-
-def hook():
-    from torch.distributed.algorithms.join import Join
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-    from torch.utils.data import DataLoader
-    from torch.utils.data.dataloader import _BaseDataLoaderIter as iterator
+    watch.emit("torch")
 
     os.register_at_fork(after_in_child=watch.__init__)
-    atexit.register(safely, watch.end)
-    # A process that multiprocessing has forked ends without atexit's functions.
-    util.register_after_fork(
-        watch, lambda _: util.Finalize(None, watch.end, exitpriority=0)
-    )
-    modules = torch.nn.modules.module
-    modules.register_module_forward_pre_hook(pre_forward)
-    modules.register_module_forward_hook(post_forward)
-    register_optimizer_step_pre_hook(
-        lambda optimizer, *_: safely(watch.before_step, optimizer)
-    )
-    register_optimizer_step_post_hook(
-        lambda optimizer, *_: safely(watch.after_step, optimizer)
-    )
-    patch(iterator, "_reset", before=watch.restart)
-    patch(DataLoader, "__iter__", after=watch.iterate)
-    patch(iterator, "_next_index", after=watch.index)
-    watch_batches(DataLoader, iterator)
-    patch(DDP, "__init__", after=watch.wrap)
-    patch(torch.Tensor, "backward", before=watch.backward)
-    patch(torch.amp.GradScaler, "step", after=watch.skip)
-    patch(torch.amp.GradScaler, "scale", after=watch.scale)
-    patch(torch.amp.GradScaler, "unscale_", after=watch.unscale)
-    patch(torch.amp.GradScaler, "update", after=watch.unscale)
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        patch(torch.nn.utils, name, before=watch.clip)
-    for name in MEETINGS.split():
-        patch(dist, name, before=watch.meet)
-    patch(dist, "init_process_group", after=watch.join)
-    patch(Join, "__enter__", before=lambda _: watch.emit("uneven"))
-    patch(torch, "save", before=watch.save)
-    patch(torch, "load", after=watch.load)
-    patch(os, "replace", after=watch.move)
-    patch(os, "rename", after=watch.move)
+    # Not atexit: a process that multiprocessing has forked does not call it.
+    at_end(watch)
+    util.register_after_fork(watch, at_end)
+    # The hooks see a compiled module once more, which does no harm here.
+    warnings.filterwarnings("ignore", ".*global hooks on modules")
+    module.register_module_forward_pre_hook(safe(watch.enter))
+    module.register_module_forward_hook(safe(watch.leave), with_kwargs=True)
+    optimizer.register_optimizer_step_pre_hook(safe(watch.before_step))
+    optimizer.register_optimizer_step_post_hook(safe(watch.after_step))
+    for row in PATCHES.split("\n")[1:-1]:
+        when, owner, name, method = row.split()
+        called = {when: getattr(watch, method)}
+        patch(pkgutil.resolve_name(owner), name, **called)
+    watch_batches()
+    rename = safe(watch.renamed)
+
+    def hear(event, args):
+        if event == "os.rename":  # os.replace, too
+            rename(args)
+
+    sys.addaudithook(hear)
+    if settings.get("like"):
+        make_comparable()

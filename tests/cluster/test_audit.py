@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
     options: tuple = ()
 
 
-WRAPPED = "output = self.ddp_model(source)  # the model's weights, averaged gradients"
+WRAPPED = "output = self.ddp_model(source)"
 SET_EPOCH = "        self.train_data.sampler.set_epoch(epoch)\n"
 OPTIMIZER = '            "OPTIMIZER_STATE": self.optimizer.state_dict(),\n'
 SEEDED = (
@@ -55,14 +55,14 @@ MISTAKES = {
     "the model is called": Mistake(
         "multigpu.py",
         [(WRAPPED, "output = self.model(source)")],
-        "wrapper_called",
+        "bypass",
         "self.model(source)",
     ),
     "set_epoch is gone": Mistake(
-        "multigpu.py", [(SET_EPOCH, "")], "new_order", "in self.train_data:"
+        "multigpu.py", [(SET_EPOCH, "")], "order", "in self.train_data:"
     ),
     "the optimizer is not saved": Mistake(
-        "multigpu.py", [(OPTIMIZER, "")], "optimizer_saved", "torch.save(snapshot"
+        "multigpu.py", [(OPTIMIZER, "")], "optimizer", "torch.save(snapshot"
     ),
     "ranks begin apart": Mistake(
         "multigpu.py",
@@ -70,19 +70,19 @@ MISTAKES = {
             (WRAPPER, f"{WRAPPER[:-1]}, init_sync=False)"),
             (MODEL, f"torch.seed()\n    {MODEL}"),
         ],
-        "same_start",
+        "start",
         "self.optimizer.step()",
     ),
     "all train on rank 0's share": Mistake(
         "multigpu.py",
         [(SAMPLER, f"{SAMPLER[:-1]}, rank=0)")],
-        "own_samples",
+        "samples",
         "in self.train_data:",
     ),
     "each rank shuffles the whole set": Mistake(
         "multigpu.py",
         [(SAMPLER, f"{SAMPLER[:-1]}, rank=0, num_replicas=1, seed=rank * 99)")],
-        "own_samples",
+        "samples",
         "in self.train_data:",
     ),
     "each rank splits the data by itself": Mistake(
@@ -93,31 +93,31 @@ MISTAKES = {
                 "train_set, eval_set = " + SPLIT.replace("SEED", "time.time_ns()"),
             )
         ],
-        "same_data",
+        "data",
         "in self.train_data:",
     ),
     "each rank makes data of its own": Mistake(
         "multigpu.py",
         [("MyTrainDataset(2048)", "MyTrainDataset(2048, seed=time.time_ns() % 999)")],
-        "same_data",
+        "data",
         "in self.train_data:",
     ),
     "rates differ": Mistake(
         "multigpu.py",
         [(OBJECTS, f"{OBJECTS}\n    optimizer.param_groups[0]['lr'] *= 1 + rank / 10")],
-        "same_settings",
+        "settings",
         "self.optimizer.step()",
     ),
     "one dropout on all ranks": Mistake(
         "multigpu.py",
         [(MODEL, DROPOUT), (SEEDED, "torch.manual_seed(epoch)")],
-        "own_random_numbers",
+        "random",
         "self.ddp_model(source)",
     ),
     "buffers differ": Mistake(
         "multigpu.py",
         [(MODEL, NORMALIZED), (BUFFERS, "")],
-        "same_buffers",
+        "state",
         "output = self.model(source)",
     ),
     "evaluation is padded": Mistake(
@@ -126,31 +126,31 @@ MISTAKES = {
             (EVALUATED, "sampler = torch.utils.data.DistributedSampler(eval_set)"),
             ("MyTrainDataset(512", "MyTrainDataset(511"),
         ],
-        "counted_once",
-        "self.model(source)",
+        "once",
+        "in self.eval_data:",
     ),
     "the snapshot is overwritten": Mistake(
         "multigpu.py",
         [("utils.save_atomically(snap", "torch.save(snap")],
-        "written_beside",
+        "in_place",
         "torch.save(snapshot",
     ),
     "the wrapper is saved": Mistake(
         "multigpu.py",
         [('"MODEL_STATE": self.model', '"MODEL_STATE": self.ddp_model')],
-        "plain_keys",
+        "keys",
         "torch.save(snapshot",
     ),
     "the group stays": Mistake(
         "multigpu.py",
         [("    dist.destroy_process_group()\n", "")],
-        "group_destroyed",
+        "destroyed",
         "init_process_group(",
     ),
     "gradients are scaled when they are clipped": Mistake(
         "variants/mixed_precision.py",
         [("self.scaler.unscale_(self.optimizer)", "pass")],
-        "clip_after_unscale",
+        "clip",
         "clip_grad_norm_(",
         ("--precision", "fp16"),
     ),
@@ -162,13 +162,13 @@ MISTAKES = {
                 "contextlib.nullcontext()",
             )
         ],
-        "sent_once",
+        "twice",
         "self.ddp_model(source[micro])",
     ),
     "no_sync is there for the last": Mistake(
         "variants/gradient_accumulation.py",
         [("contextlib.nullcontext() if last else", "")],
-        "gradients_sent",
+        "unsent",
         "self.optimizer.step()",
     ),
 }
@@ -184,7 +184,7 @@ LOADER = "for batch_idx, (images, labels) in enumerate(loader):"
 
 MISTAKES |= {
     "sums of a test stay": Mistake(
-        AFTER, [(SUMMED, "")], "sums_meet", "output = model(images)"
+        AFTER, [(SUMMED, "")], "met", "output = model(images)"
     ),
     "an optimizer of copies": Mistake(
         AFTER,
@@ -205,7 +205,7 @@ MISTAKES |= {
                 "if True:\n        save_atomically",
             )
         ],
-        "one_writer",
+        "file",
         "torch.save(snapshot",
     ),
     "the test share is a sampler's": Mistake(
@@ -221,8 +221,8 @@ MISTAKES |= {
                 "DataLoader(test_set, 60, sampler=DistributedSampler(test_set))",
             ),
         ],
-        "counted_once",
-        "output = model(images)",
+        "once",
+        "for images, labels in loader:",
     ),
     "a second model without a wrapper": Mistake(
         AFTER,
@@ -240,13 +240,13 @@ MISTAKES |= {
                 "Adam([*model.parameters(), *bias.parameters()]",
             ),
         ],
-        "all_averaged",
+        "unwrapped",
         "bias(model(images))",
     ),
     "one order of a shuffled loader": Mistake(
         AFTER,
         [("        sampler.set_epoch(epoch)\n", "")],
-        "new_order",
+        "order",
         LOADER,
     ),
     "all see all samples": Mistake(
@@ -258,19 +258,19 @@ MISTAKES |= {
             ),
             ("        sampler.set_epoch(epoch)\n", ""),
         ],
-        "own_samples",
+        "samples",
         LOADER,
     ),
     "no seed for each rank": Mistake(
         AFTER,
         [("args.seed + epoch * world_size + rank", "args.seed + epoch")],
-        "own_random_numbers",
+        "random",
         "model(images)",
     ),
     "backward alone is in no_sync": Mistake(
         AFTER,
         [("loss.backward()", "with model.no_sync():\n            loss.backward()")],
-        "backward_in_no_sync",
+        "no_sync",
         "loss.backward()",
     ),
     "all pick the same batch": Mistake(
@@ -286,7 +286,7 @@ MISTAKES |= {
                 "        optimizer",
             )
         ],
-        "own_samples",
+        "inputs",
         "model(images)",
     ),
     "betas differ": Mistake(
@@ -298,13 +298,13 @@ MISTAKES |= {
                 "    first_lr =",
             )
         ],
-        "same_settings",
+        "settings",
         "optimizer.step()",
     ),
     "one rank loads other weights": Mistake(
         AFTER,
         [("    first_lr =", "    model.conv1.bias.data += rank\n    first_lr =")],
-        "same_start",
+        "start",
         "optimizer.step()",
     ),
     "NaN is saved": Mistake(
@@ -316,8 +316,81 @@ MISTAKES |= {
                 "float('nan')\n        save_once(snapshot, SNAPSHOT)",
             )
         ],
-        "finite",
+        "nan",
         "torch.save(snapshot",
+    ),
+}
+
+
+MODEL_MADE = "ddp_model = nn.parallel.DistributedDataParallel(model)"
+ZERO = "        optimizer.zero_grad()\n"
+ADAM = "optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)"
+AVERAGE = "torch.optim.swa_utils.AveragedModel"
+UPDATE = (
+    "optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))"
+)
+
+MISTAKES |= {
+    "gradients pile up": Mistake(AFTER, [(ZERO, "")], "zeroed", "optimizer.step()"),
+    "evaluation mode stays": Mistake(
+        AFTER, [("    model.train()\n", "")], "mode", "loss.backward()"
+    ),
+    "the last layer is in no optimizer": Mistake(
+        AFTER,
+        [(ADAM, ADAM.replace("model.", "model.conv2."))],
+        "unheld",
+        "torch.optim.Adam(",
+    ),
+    "a layer is unfrozen after the wrap": Mistake(
+        AFTER,
+        [
+            (
+                MODEL_MADE,
+                f"model.linear.requires_grad_(False)\n    {MODEL_MADE}\n"
+                "    model.linear.requires_grad_(True)",
+            )
+        ],
+        "unwrapped",
+        "DistributedDataParallel(",
+    ),
+    "rank 0 alone updates an average": Mistake(
+        AFTER,
+        [
+            (
+                f"    {ADAM}\n",
+                f"    {ADAM}\n    average = {AVERAGE}(model)\n    rank or {UPDATE}\n",
+            ),
+            ("test(model, device, test_loader)", "test(average, device, test_loader)"),
+        ],
+        "state",
+        "output = model(images)",
+    ),
+    "one of two optimizers is saved": Mistake(
+        AFTER,
+        [
+            (
+                ADAM,
+                "half = [model.linear.weight]\n    global second\n"
+                "    second = torch.optim.Adam(half, lr=0.001)\n"
+                f"    {ADAM}\n    optimizer.param_groups[0]['params'].pop(4)",
+            ),
+            ("        optimizer.step()\n", "        optimizer.step(), second.step()\n"),
+            (ZERO, f"{ZERO}        second.zero_grad()\n"),
+        ],
+        "optimizer",
+        "torch.save(snapshot",
+    ),
+    "labels are numbered by each rank": Mistake(
+        AFTER,
+        [
+            (
+                "TensorDataset(images.unsqueeze(1), labels)",
+                "TensorDataset(images.unsqueeze(1), "
+                "(labels + int(os.environ['RANK'])) % 4)",
+            )
+        ],
+        "data",
+        LOADER,
     ),
 }
 
@@ -333,7 +406,7 @@ def judged(folder, script, *options, **settings):
         done = launch(script, 2, 1, *options, cwd=folder, real="", **env)
     run = audit.Run(events, done.returncode)
     assert run.ranks, done.stdout + done.stderr
-    assert not run.broken
+    assert not run.failed, run.failed
     return audit.judge(run)
 
 
@@ -397,9 +470,9 @@ def test_like(tmp_path, in_forks, capsys, cause):
     """Both scripts have dropout, and neither has a switch."""
     plant("docs/convert_your_script/before.py", tmp_path)
     plant(AFTER, tmp_path, *DIFFERENT[cause])
-    equal = audit.like(arguments(like=ALONE), tmp_path / "events", {})
+    status = audit.like(arguments(like=ALONE), tmp_path / "events", {})
     printed = capsys.readouterr().out
-    assert equal == (not cause), printed
+    assert status == bool(cause), printed
     assert cause in printed
     if not cause:
         assert "equal in 32 steps" in printed
@@ -414,10 +487,10 @@ def test_kill(tmp_path, in_forks, capsys, change):
     snapshot = tmp_path / "stripes_snapshot.pt"
     snapshot.write_text("the reader's own")
     args = arguments(kill=20, snapshot=snapshot)
-    equal = audit.survive(args, tmp_path / "events", {})
+    status = audit.survive(args, tmp_path / "events", {})
     printed = capsys.readouterr().out
-    assert equal == (not change), printed
-    assert ("resumed at step 16" if equal else "after step 17") in printed
+    assert status == bool(change), printed
+    assert ("resumed at step 16" if not status else "after step 17") in printed
     assert snapshot.read_text() == "the reader's own"
 
 
@@ -450,12 +523,51 @@ def test_typed(tmp_path):
     done = typed(tmp_path, "--json", "--batches=4", f"--folder={tmp_path}/kept", *words)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout[done.stdout.index("\n{") :])
-    assert [each["mistake"] for each in found["findings"]] == ["new_order"]
+    assert [each["mistake"] for each in found["findings"]] == ["order"]
     assert found["steps"] == 8
     assert "the process group is destroyed at the end" in found["ok"]
     again = typed(tmp_path, f"--read={tmp_path}/kept")
     assert again.returncode == 1
-    assert again.stdout.startswith("\n1 mistake in 8 steps of 2 processes")
+    assert "\nAUDIT: 1 MISTAKE, " in again.stdout
+    assert "AUDIT FAILED: 1 mistake (after.py:" in again.stdout.splitlines()[-1]
+    twice = typed(tmp_path, f"--folder={tmp_path}/kept", *words)
+    assert twice.returncode == 2
+    assert "holds an earlier audit" in twice.stderr
+
+
+PITFALLS = """
+import importlib.util, os, pickle
+assert importlib.util.find_spec("torch")  # and torch is imported later
+import torch
+
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+for step in range(3):
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+for function in (torch.save, os.replace, torch.nn.utils.clip_grad_norm_):
+    assert pickle.loads(pickle.dumps(function)) is function
+torch.compile(optimizer.step, backend="eager")()
+"""
+
+
+def test_pitfalls(tmp_path):
+    """What a script may do, and a watched one, too."""
+    (tmp_path / "script.py").write_text(PITFALLS)
+    done = typed(tmp_path, "python", "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " steps on 1 rank; your command exited with 0" in done.stdout
+    assert "audit itself failed" not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("AUDIT INCOMPLETE: one process")
+
+
+def test_ended(tmp_path):
+    """SIGTERM ends the command, too."""
+    kill = "import os, time; os.kill(os.getppid(), 15); time.sleep(9)"
+    done = typed(tmp_path, "python", "-c", f"{kill}; open('survived', 'w')")
+    assert done.returncode == 2
+    assert not (tmp_path / "survived").exists()
 
 
 @pytest.mark.parametrize(
