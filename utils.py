@@ -1,4 +1,4 @@
-"""Data, command line, devices and snapshots of all scripts. Copy this file, too.
+"""Data, command line, devices and snapshots. Copy it with any script that you copy.
 
 The words below, in short: several processes train one model together. Each has a copy
 of the model and computes gradients on its share of the samples, which a sampler chooses
@@ -95,8 +95,8 @@ def error(message):
     # a machine prints it and ends. All other ranks sleep first, and the launcher ends
     # them in their sleep. If only one of these others has found a fault, nobody ends
     # it, and it prints the fault after its sleep. `spawn` sets no LOCAL_RANK, but has
-    # one machine: there, the local rank is the rank. (Before the group is formed, each
-    # of its ranks prints.)
+    # one machine: there, the local rank is the rank. (Before these ranks form the
+    # group, all count as rank 0, and each may print.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
@@ -126,7 +126,7 @@ def writable_path(text):
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
         if is_other or not os.path.basename(text):  # no name after the last slash
             raise OSError("that names no file")
-        # Try it, with as long a name as in `save_atomically`.
+        # Try it, with as long a name as in `save_atomically`: systems limit the length.
         with tempfile.NamedTemporaryFile(prefix=f"{name}.", suffix=".tmp", dir=folder):
             pass  # the file is removed at the end of `with`
     except OSError as reason:
@@ -201,11 +201,11 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process is killed, the ranks must end, too. For that, PyTorch has the
-    # system send them SIGINT, the signal of Ctrl-C. But a program that was started in
-    # the background of a shell script (with `&`) ignores SIGINT, and its ranks inherit
-    # that: they would live on. SIG_DFL stands for "end at this signal", and the ranks
-    # inherit it as well. This process, which only waits, ends at Ctrl-C just the same.
+    # If this process dies, the ranks must end, too: PyTorch has asked the system to
+    # send them SIGINT then, the signal of Ctrl-C. But a program that was started in the
+    # background of a shell script (with `&`) ignores SIGINT, and its ranks inherit
+    # that: they would live on. SIG_DFL undoes it, "end at this signal", and the ranks
+    # inherit this instead. This process only waits, so that Ctrl-C may end it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -225,7 +225,7 @@ def device_type(name, distributed):
     """
     best = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if name == "auto" and best == "cpu" and torch.accelerator.device_count():
-        # PyTorch can count them without the driver, but not use them.
+        # PyTorch can count devices without a working driver, but not use them.
         error("PyTorch cannot use the accelerators here: is the driver too old?")
     if distributed:
         # Ranks can only use devices whose tensors some backend sends. On Windows there
@@ -281,8 +281,7 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    # In a step each rank takes a whole batch: the scripts' loaders have `drop_last`.
-    # (Where ranks share a batch, this asks for more samples than the step takes.)
+    # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
     step = len(sizes) * batch_size
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
@@ -310,8 +309,9 @@ def check_weights(loss, model, epochs_run, path):
     have the same weights, too. If these differ by more than rounding does, 1e-5 of
     their sum, the ranks do not average their gradients.
     """
+    # (Ranks that split the weights all get the sum of the whole model.)
     sums = gather(sum_of_weights(model))
-    are_finite = math.isfinite(loss + sum(sums))  # one NaN makes a sum NaN
+    are_finite = math.isfinite(loss + sum(sums))  # not if one of them is NaN or inf
     if not are_finite or max(sums) > 1.00001 * min(sums):
         by_rank = ", ".join(f"{weights:.6g}" for weights in sums)
         found = f"loss {loss:.6f}, weights by rank {by_rank}"
@@ -337,16 +337,15 @@ def save_atomically(snapshot, path):
             file.flush()
             os.fsync(file.fileno())  # now it is on the disk, also if the power fails
         # What cannot be loaded must not replace the old one: `weights_only` refuses
-        # most classes (UnpicklingError). With mmap, tensors stay on the disk, so that
-        # this is quick.
+        # most classes. Its UnpicklingError is a mistake in the script, so it is not
+        # caught below. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
-        # `read_snapshot` has noted the time of the file when this run started, if there
-        # was one.
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
             error(f"another run saves to {path}, too: choose another --snapshot-path")
         os.replace(temporary, path)
         last_seen[path] = os.path.getmtime(path)
     except (OSError, RuntimeError) as reason:  # RuntimeError: torch's, on a full disk
+        # Not `error`: a script may catch this and train on.
         raise OSError(f"{path} is not written, the old one is kept") from reason
     finally:
         if os.path.exists(temporary):
@@ -379,7 +378,6 @@ def broadcast_snapshot(path, src):
     others put what they receive into a temporary file. It travels in parts of 4 MB,
     because what is sent is copied several times.
     """
-    # PyTorch copies it, and the memory may not hold a whole model so many times.
     is_source = dist.get_rank() == src
     # The source opens its snapshot, and the others open an empty file.
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
@@ -422,7 +420,8 @@ def check_snapshot(snapshot, model, optimizer, path):
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
             # A group that SGD has saved has no betas, for example. Options that are
-            # bools or None do not count: new versions of PyTorch add some.
+            # bools or None do not count: new versions of PyTorch add some. (A schedule
+            # that only this run has is refused as well: it adds `initial_lr`.)
             if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
@@ -434,9 +433,9 @@ def print_replaced(old, new, path):
     for name, value in new.items():
         saved = old.get(name, value)  # what was not saved is not replaced
         # A learning-rate schedule keeps the rate that it began with as `initial_lr`. If
-        # this run has a schedule, made before this check, the script moves it on to the
-        # epoch at which it resumes, and it sets the rate: print nothing. If only the
-        # saved run had one, which began with this run's rate, say that it changed it.
+        # this run has a schedule, that schedule will set the rate: print nothing. If
+        # only the saved run had a schedule, and it began with this run's rate, add "by
+        # schedule" to the line.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
