@@ -1,15 +1,19 @@
-"""Data, command line, devices and snapshots of all scripts. Copy this file, too.
+"""Data, command line, devices and snapshots. Copy it with any script that you copy.
 
 The words below, in short: several processes train one model together. Each has a copy
-of the model and computes gradients on samples of its own. DistributedDataParallel (DDP)
-wraps the model and averages the gradients in `backward()`, so that all copies take the
-same step. (Some scripts split the weights over the processes instead.) Each process is
-a rank, with a number from 0 on. Its local rank is its number on its own machine, and
-the world size is how many ranks there are. They form a process group, in which they
-exchange data through a backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher
-starts them: torchrun, or `spawn` below. A script on one device has no process group.
-In `main`, each rank calls `set_device`, then forms the group (`init_process_group`),
-and only then `gather` and the checks. A snapshot is a file with the model, the
+of the model and computes gradients on its share of the samples, which a sampler chooses
+(DistributedSampler). DistributedDataParallel (DDP) wraps the model and averages the
+gradients in `backward()`, so that all copies take the same step. (Some scripts split
+the weights over the processes instead.) Each process is a rank, with a number from 0
+on. Its local rank is its number on its own machine, and the world size is how many
+ranks there are. They form a process group, in which they exchange data through a
+backend: NCCL between NVIDIA GPUs, gloo between CPUs. A launcher starts them: torchrun,
+or `spawn` below. If one rank ends with an error, the launcher ends all others. A script
+on one device has no process group. An accelerator is a GPU, of any maker.
+
+In `main`, each rank calls `set_device` first, because NCCL sends from the device that
+was set. Then it forms the group (`init_process_group`), and after that it may call
+`gather` and the checks, which exchange data. A snapshot is a file with the model, the
 optimizer and how many epochs are finished.
 """
 
@@ -24,12 +28,13 @@ import time
 import torch
 import torch.distributed as dist
 
-# Not used here, but it must be imported before DistributedDataParallel imports it. Else
-# a program may hang when it ends: https://github.com/pytorch/pytorch/issues/190489
+# Not used here. DistributedDataParallel imports it when a model is wrapped. If it was
+# not imported before the process group was formed, a program may hang when it ends:
+# https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 
 # {path of a snapshot: when the file was changed, as this process last read or wrote it}
-# If the file has another time later, or is not in here, another run has written it.
+# If the file has another time when we save, or is not in here, another run wrote it.
 last_seen = {}
 
 
@@ -87,15 +92,17 @@ def gather(value):
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
     # Mostly all ranks find the same fault, and one line is enough. So the first rank of
-    # a machine prints and ends, and the launcher ends the others while they sleep. If
-    # only another rank finds a fault, that rank prints it after the sleep. `spawn` sets
-    # no LOCAL_RANK, but has one machine: there, the local rank is the rank. (Before the
-    # group exists, each of its ranks counts as 0, and all may print.)
+    # a machine prints it and ends. All other ranks sleep first, and the launcher ends
+    # them in their sleep. If only one of these others has found a fault, nobody ends
+    # it, and it prints the fault after its sleep. `spawn` sets no LOCAL_RANK, but has
+    # one machine: there, the local rank is the rank. (Before these ranks form the
+    # group, all count as rank 0, and each may print.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
-    # For some milliseconds after an exchange, threads of gloo hold its tensors. If
-    # Python ended then, the process might abort, and its exit status would not be 2.
+    # For some milliseconds after an exchange, gloo's threads still hold the exchanged
+    # tensors. If Python ended then, the process might abort, and its exit status would
+    # not be 2.
     time.sleep(0.2)
     script = os.path.basename(sys.argv[0])
     print(f"{script}: error: {message}", file=sys.stderr)
@@ -119,7 +126,7 @@ def writable_path(text):
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
         if is_other or not os.path.basename(text):  # no name after the last slash
             raise OSError("that names no file")
-        # Try it, with as long a name as in `save_atomically`.
+        # Try it, with as long a name as in `save_atomically`: systems limit the length.
         with tempfile.NamedTemporaryFile(prefix=f"{name}.", suffix=".tmp", dir=folder):
             pass  # the file is removed at the end of `with`
     except OSError as reason:
@@ -164,7 +171,7 @@ def torchrun_env():
     try:
         return [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     except KeyError as name:
-        # Say what to type. After `python -m NAME`, Python has the name here, else None.
+        # Say what to type. `spec` has the NAME of `python -m NAME`, and else is None.
         spec = sys.modules["__main__"].__spec__
         script = f"-m {spec.name}" if spec else sys.argv[0]
         error(f"no {name}: type torchrun --standalone --nproc-per-node=2 {script} ...")
@@ -194,10 +201,11 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # When this process dies, the system sends SIGINT (as Ctrl-C does) to the ranks:
-    # PyTorch has asked for it. But what a shell script starts with `&` ignores SIGINT.
-    # New processes inherit that, so its ranks would ignore it, too, and live on. With
-    # SIG_DFL (do not ignore), set before the ranks start, SIGINT ends them.
+    # If this process dies, the ranks must end, too: PyTorch has asked the system to
+    # send them SIGINT then, the signal of Ctrl-C. But a program that was started in the
+    # background of a shell script (with `&`) ignores SIGINT, and its ranks inherit
+    # that: they would live on. SIG_DFL undoes it, "end at this signal", and the ranks
+    # inherit this instead. This process only waits, so that Ctrl-C may end it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -217,11 +225,12 @@ def device_type(name, distributed):
     """
     best = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if name == "auto" and best == "cpu" and torch.accelerator.device_count():
-        # Devices are there, but none is available.
+        # PyTorch can count devices without a working driver, but not use them.
         error("PyTorch cannot use the accelerators here: is the driver too old?")
     if distributed:
         # Ranks can only use devices whose tensors some backend sends. On Windows there
-        # is no NCCL. For a Mac's GPU ("mps") PyTorch names gloo, which refuses them.
+        # is no NCCL. For a Mac's GPU ("mps") PyTorch names gloo, which cannot send its
+        # tensors.
         backend = dist.get_default_backend_for_device(best)
         if best == "mps" or not dist.is_backend_available(backend):
             best = "cpu"
@@ -262,7 +271,8 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     batch_size: of one rank. Scripts whose ranks share a batch need fewer samples.
     """
     # DDP averages only gradients of the model's parameters. Other parameters, such as a
-    # loss's own, would become different from rank to rank.
+    # loss's own, would become different from rank to rank. (A set compares tensors by
+    # which objects they are, not by their values.)
     parameters = set(model.parameters())
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
@@ -271,18 +281,21 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    step = len(sizes) * batch_size  # loaders leave out a last one with fewer
+    # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
+    step = len(sizes) * batch_size
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
 def sum_of_weights(model):
     """The sum of the weights' absolute values. Ranks compare it: cheap, no proof."""
+    # No proof, because weights that differ may have equal sums.
     total = 0
     for weight in model.parameters():
         weight_sum = weight.detach().abs().float().sum()
-        # If ranks split the weight (it is a DTensor then), each has the sum of its part
-        # here, and `full_tensor` adds up these sums over the ranks.
+        # If ranks split the weights, a weight is a DTensor: PyTorch's tensor of which
+        # each rank has a part. Its sum is a DTensor, too, which has the sum of the part
+        # here. `full_tensor` makes that whole: it adds up the sums of the parts.
         if hasattr(weight_sum, "full_tensor"):
             weight_sum = weight_sum.full_tensor()
         total += weight_sum.item()
@@ -296,8 +309,9 @@ def check_weights(loss, model, epochs_run, path):
     have the same weights, too. If these differ by more than rounding does, 1e-5 of
     their sum, the ranks do not average their gradients.
     """
+    # (Ranks that split the weights all get the sum of the whole model.)
     sums = gather(sum_of_weights(model))
-    are_finite = math.isfinite(loss + sum(sums))  # one NaN makes a sum NaN
+    are_finite = math.isfinite(loss + sum(sums))  # not if one of them is NaN or inf
     if not are_finite or max(sums) > 1.00001 * min(sums):
         by_rank = ", ".join(f"{weights:.6g}" for weights in sums)
         found = f"loss {loss:.6f}, weights by rank {by_rank}"
@@ -323,13 +337,15 @@ def save_atomically(snapshot, path):
             file.flush()
             os.fsync(file.fileno())  # now it is on the disk, also if the power fails
         # What cannot be loaded must not replace the old one: `weights_only` refuses
-        # most classes. With mmap, tensors are not read.
+        # most classes. Its UnpicklingError is a mistake in the script, so it is not
+        # caught below. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
             error(f"another run saves to {path}, too: choose another --snapshot-path")
         os.replace(temporary, path)
         last_seen[path] = os.path.getmtime(path)
     except (OSError, RuntimeError) as reason:  # RuntimeError: torch's, on a full disk
+        # Not `error`: a script may catch this and train on.
         raise OSError(f"{path} is not written, the old one is kept") from reason
     finally:
         if os.path.exists(temporary):
@@ -363,6 +379,7 @@ def broadcast_snapshot(path, src):
     because what is sent is copied several times.
     """
     is_source = dist.get_rank() == src
+    # The source opens its snapshot, and the others open an empty file.
     with open(path, "rb") if is_source else tempfile.TemporaryFile() as file:
         while True:
             part = [file.read(4 * 2**20) if is_source else None]
@@ -403,7 +420,8 @@ def check_snapshot(snapshot, model, optimizer, path):
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
             # A group that SGD has saved has no betas, for example. Options that are
-            # bools or None do not count: new versions of PyTorch add some.
+            # bools or None do not count: new versions of PyTorch add some. (A schedule
+            # that only this run has is refused as well: it adds `initial_lr`.)
             if name not in old and type(value) in (int, float, tuple):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
@@ -415,8 +433,9 @@ def print_replaced(old, new, path):
     for name, value in new.items():
         saved = old.get(name, value)  # what was not saved is not replaced
         # A learning-rate schedule keeps the rate that it began with as `initial_lr`. If
-        # this run has a schedule, that sets the rate: print nothing. If only the saved
-        # run had one, which began with this run's rate, say that it changed the rate.
+        # this run has a schedule, that schedule will set the rate: print nothing. If
+        # only the saved run had a schedule, and it began with this run's rate, add "by
+        # schedule" to the line.
         initial = f"initial_{name}"
         if saved != value and initial not in new:
             by = " by schedule" if old.get(initial) == value else ""
@@ -428,6 +447,8 @@ def print_replaced(old, new, path):
 
 def describe_run(train_data, eval_data, device):
     """What is about to run, in a line."""
+    # `train_data` and `eval_data` are DataLoaders. The effective batch is what all
+    # ranks together take in a step.
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     # A DistributedSampler deals the samples out to `num_replicas` copies of the model.
     # There are fewer copies than ranks if ranks split its layers (tensor parallelism).

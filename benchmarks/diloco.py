@@ -80,7 +80,7 @@ class DiLoCo(Trainer):
         pass
 
     def _run_batch(self, source, targets):
-        with self.no_sync():  # DDP sends nothing
+        with self.ddp_model.no_sync():  # it sends nothing
             loss = super()._run_batch(source, targets)
         if (self.steps_run + 1) % LOCAL_STEPS == 0:
             self.outer.step()

@@ -109,7 +109,7 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.ddp_model(source)
+        output = self.ddp_model(source)  # self.model, but backward() averages gradients
         output = Gather.apply(output, self.node)
         targets = Gather.apply(targets, self.node)
         loss = self.loss_fn(output, targets)

@@ -6,6 +6,8 @@ place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
 import math
+import os
+import threading
 import time
 from datetime import timedelta
 
@@ -236,17 +238,13 @@ class SeededDataset(torch.utils.data.Dataset):
 
 def end_with_rank(worker):
     """PyTorch ends a worker whose parent dies, but here the fork server is that."""
-    # Imported here, so that you can copy this function into any script as it stands.
-    import os
-    import threading
-
     rank = torch.multiprocessing.parent_process()
+    threading.Thread(target=exit_after, args=[rank], daemon=True).start()
 
-    def wait():
-        rank.join()
-        os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+def exit_after(process):
+    process.join()
+    os._exit(1)
 
 
 def load_train_objs():

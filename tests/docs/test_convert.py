@@ -14,7 +14,7 @@ from tools.run.processes import Program
 from tools.run.results import load, same_bits, shape_of
 from tools.scripts import ROOT
 from tools.site.pages import quoted
-from variants.real_job import end_with_rank
+from variants.real_job import end_with_rank, exit_after
 
 PAGE = "docs/convert_your_script.md"
 REST = "docs/adapt_your_script.md"
@@ -211,7 +211,9 @@ def test_noise_of_each_library_resumes(workers, tmp_path):
         # Both workers come from a fork server.
         there = "torch.multiprocessing.active_children()"
         see = f"assert [x._start_method for x in {there}] == 2 * ['forkserver']"
-        ends = inspect.getsource(end_with_rank)
+        ends = "import threading\n\n\n"
+        ends += inspect.getsource(end_with_rank) + "\n\n"
+        ends += inspect.getsource(exit_after)
         changes += [
             (loader, lines),
             (OPTIMIZER_STEP, f"{OPTIMIZER_STEP}        {see}\n"),

@@ -276,9 +276,9 @@ def test_what_ranks_must_have_in_common(tmp_path):
 
 def test_the_parent_loads_no_data(tmp_path):
     """Each rank loads it once: with real data, more costs minutes and gigabytes."""
-    seed = "    torch.manual_seed(0)\n"
+    line = "    train_set = utils.MyTrainDataset(2048)\n"
     note = "    open(f'{__name__}.{utils.os.getpid()}', 'x')\n"
-    script = plant("multigpu.py", tmp_path / "copy", (seed, seed + note))
+    script = plant("multigpu.py", tmp_path / "copy", (line, line + note))
     train(script, 1, 1, cwd=tmp_path)
     loaded = [path.stem for path in tmp_path.glob("__*")]
     assert loaded == ["__mp_main__"] * 2
