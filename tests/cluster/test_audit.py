@@ -293,9 +293,9 @@ MISTAKES |= {
         AFTER,
         [
             (
-                "    first_lr =",
+                "    epochs_run =",
                 "    optimizer.param_groups[0]['betas'] = (0.9, 0.99 - rank / 100)\n"
-                "    first_lr =",
+                "    epochs_run =",
             )
         ],
         "settings",
@@ -303,7 +303,7 @@ MISTAKES |= {
     ),
     "one rank loads other weights": Mistake(
         AFTER,
-        [("    first_lr =", "    model.conv1.bias.data += rank\n    first_lr =")],
+        [("    epochs_run =", "    model.conv1.bias.data += rank\n    epochs_run =")],
         "start",
         "optimizer.step()",
     ),
@@ -439,8 +439,8 @@ DIFFERENT = {
             "        optimizer.step()\n        schedule()\n",
         ),
         (
-            "    first_lr =",
-            "    global schedule\n    schedule = scheduler.step\n    first_lr =",
+            "    epochs_run =",
+            "    global schedule\n    schedule = scheduler.step\n    epochs_run =",
         ),
     ],
     "a sum, not a mean": [
