@@ -293,9 +293,9 @@ MISTAKES |= {
         AFTER,
         [
             (
-                "    epochs_run =",
+                "    epochs_run = 0",
                 "    optimizer.param_groups[0]['betas'] = (0.9, 0.99 - rank / 100)\n"
-                "    epochs_run =",
+                "    epochs_run = 0",
             )
         ],
         "settings",
@@ -303,7 +303,12 @@ MISTAKES |= {
     ),
     "one rank loads other weights": Mistake(
         AFTER,
-        [("    epochs_run =", "    model.conv1.bias.data += rank\n    epochs_run =")],
+        [
+            (
+                "    epochs_run = 0",
+                "    model.conv1.bias.data += rank\n    epochs_run = 0",
+            )
+        ],
         "start",
         "optimizer.step()",
     ),
@@ -439,8 +444,8 @@ DIFFERENT = {
             "        optimizer.step()\n        schedule()\n",
         ),
         (
-            "    epochs_run =",
-            "    global schedule\n    schedule = scheduler.step\n    epochs_run =",
+            "    epochs_run = 0",
+            "    global schedule\n    schedule = scheduler.step\n    epochs_run = 0",
         ),
     ],
     "a sum, not a mean": [
