@@ -294,7 +294,7 @@ def test_it_says_that_the_text_is_another_one(gpt, saved, tmp_path):
 
 
 @pytest.mark.waits
-def test_another_batch_goes_on_after_what_is_trained(saved, tmp_path):
+def test_another_batch_goes_on_after_what_is_trained(gpt, saved, tmp_path):
     (tmp_path / "mingpt.pt").write_bytes(saved.read_bytes())
     options = ["--steps", 5, "--eval-every", 5, "--batch-size", 4]
     gpt(tmp_path, *options)
