@@ -24,12 +24,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 ROUNDING = 1e-6  # by this share of their size, means of equal weights may differ
 WATCH = Path(__file__).resolve().parent / "audit_watch.py"
 DOCS = WATCH.parents[1] / "docs"
+if not DOCS.exists():  # copied away
+    DOCS = Path("docs")
 SITE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("audit_watch", {watch!r})
@@ -40,7 +41,7 @@ module.begin({site!r})
 
 # A section is a check, in the order in which they are made. `rule` is a function below.
 # Of the checks of a group, the first that finds something is told: the others would
-# find what follows from it.
+# find what follows from it. Without `needs`, a check is of what few scripts use.
 CHECKS = """
 [settings]
 rule = equal
@@ -105,7 +106,7 @@ fix = Average the gradients of all ranks before each step: wrap the model in DDP
 help = ddp_by_hand.md#average-the-gradients-after-backward
 
 [state]
-rule = equal
+rule = state
 group = weights
 ok = all ranks evaluate the same model
 wrong = the ranks evaluate models that differ
@@ -151,7 +152,7 @@ rule = data
 group = data
 ok = all ranks have the same data set
 wrong = the ranks' data sets differ
-needs = two epochs with a DistributedSampler, and samples that are not augmented
+needs = two epochs of other orders with a DistributedSampler, and no augmentation
 why = A sampler shares out numbers. If they mean other samples on each rank, some are
     trained twice, others never, and held-out ones may be among them.
 fix = Make and split the data by one seed on all ranks; sort what comes from a folder.
@@ -160,7 +161,7 @@ help = troubleshooting.md#the-held-out-loss-is-too-good-to-be-true
 [random]
 rule = differ
 group = samples
-ok = each rank draws other random numbers
+ok = each rank draws other random numbers in its forward passes
 wrong = all ranks draw the same random numbers
 needs = random numbers in a forward pass of two ranks
 why = All drop the same units, or add the same noise, on different samples: the average
@@ -233,7 +234,7 @@ help = adapt_your_script.md#look-up-what-your-script-has
 [zeroed]
 rule = alone
 group = learns
-ok = each step begins without old gradients
+ok = gradients are set to zero between steps
 wrong = the gradients of earlier steps are never set to zero
 needs = some steps
 why = Each step moves by the sum of all gradients since the start.
@@ -256,7 +257,7 @@ rule = alone
 group = sends
 ok = no_sync() stands around forward passes, too
 wrong = no_sync() has no effect
-needs = no_sync()
+needs =
 why = DDP decides in the forward pass whether it sends: around backward alone, no_sync()
     does nothing, and the gradients are sent each time.
 fix = Put the forward pass into no_sync(), too.
@@ -267,7 +268,7 @@ rule = alone
 group = sends
 ok = the gradients of a step are sent once
 wrong = the gradients of one step are sent several times
-needs = a DDP wrapper
+needs = a DDP wrapper that is called
 why = Each time costs the communication of a whole step.
 fix = Use no_sync() for all micro-batches but the last.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
@@ -277,7 +278,7 @@ rule = alone
 group = clip
 ok = gradients are unscaled before they are clipped
 wrong = gradients are clipped before they are unscaled
-needs = a GradScaler and clipping
+needs =
 why = Scaled gradients are thousands of times too large, so that each step is tiny.
 fix = Call scaler.unscale_(optimizer) before you clip.
 help = mixed_precision.md#autocast-scale-unscale-clip-step-update
@@ -435,6 +436,11 @@ def equal(run, kind):
             yield mine, tell(name, mine, its)
 
 
+def state(run, kind):
+    need_own_batches(run)  # a plain tensor may be a part of one that is split
+    yield from equal(run, kind)
+
+
 def need_own_batches(run):
     """Ranks of a tensor parallel model take one batch, and that is right."""
     inputs = run.pairs("inputs")
@@ -542,7 +548,18 @@ def met(run, kind):
 
 RULES = {
     rule.__name__: rule
-    for rule in (equal, weights, samples, differ, data, one_rank, once, met, alone)
+    for rule in (
+        equal,
+        state,
+        weights,
+        samples,
+        differ,
+        data,
+        one_rank,
+        once,
+        met,
+        alone,
+    )
 }
 
 
@@ -563,7 +580,9 @@ def judge(run):
         try:
             found = next(RULES[check["rule"]](run, kind), None)
         except Exception as lack:  # Unseen, or an error of our own
-            unchecked[check["ok"]] = str(lack) or check["needs"]
+            needs = str(lack) or check["needs"]
+            if needs:
+                unchecked[check["ok"]] = needs
             continue
         if found is None:
             fine.append(check["ok"])
@@ -613,8 +632,7 @@ def verdict(run, findings, fine, unchecked):
 def tell_list(title, items):
     if items:
         print(f"\n{title}:")
-        indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-        print(textwrap.fill("; ".join(items), 88, **indent))
+        print(*[f"  {item}" for item in items], sep="\n")
 
 
 def report(run, as_json):
@@ -735,8 +753,10 @@ def tell_comparison(args, found, fine):
     last = f"AUDIT PASSED: {fine}"
     if found:
         event, what = found
-        place = f"{short(event.lines[0])}: {code_at(event.lines[0])}\n"
-        last = f"{place}AUDIT FAILED: {what}"
+        last = f"AUDIT FAILED: {what}"
+        if event.lines:
+            line = event.lines[0]
+            last = f"{short(line)}: {code_at(line)}\n{last}"
     print(json.dumps({"findings": found or [], "verdict": last}) if args.json else last)
     return 1 if found else 0
 
@@ -749,12 +769,18 @@ def like(args, folder, settings):
         status = start(command, folder / name, **settings)
         run = Run(folder / name, status)
         if not run.ranks:
-            raise BadInput(f"{shlex.join(command)} made no step (status {status})")
+            why = "has it resumed from the snapshot of the other command?"
+            if status:
+                why = "its error is above; the audit computes in float64"
+            raise BadInput(f"{shlex.join(command)} made no step: {why}")
         runs.append(run)
     one, other = [next(iter(run.ranks.values())) for run in runs]
     found = first_difference(one, other, ["--like", "the command"], {})
     if found is None and runs[0].steps != runs[1].steps:
         found = one[-1], f"--like made {runs[0].steps} steps, not {runs[1].steps}"
+    if found and any(run.events("noise") for run in runs):
+        noise = "the steps draw random numbers, so that no two runs can be compared"
+        raise BadInput(f"{noise}: turn noise and augmentation off for --like")
     fine = f"the weights of both are equal in {runs[0].steps} steps"
     return tell_comparison(args, found, fine)
 
@@ -775,6 +801,7 @@ def survive(args, folder, settings):
     runs = []
     try:
         for name in ("whole", "killed", "again"):
+            print(f"audit: the {name} run begins", file=sys.stderr)
             kill = {"kill": args.kill} if name == "killed" else {}
             how = {**settings, **kill, "every_step": True}
             status = start(args.command, folder / name, **how)
@@ -799,7 +826,7 @@ def survive(args, folder, settings):
     }
     found = first_difference(one, other, ["the whole run", "the resumed one"], offsets)
     if not any(offsets.values()):
-        found = one[0], "the command began again: it did not resume"
+        found = Event(), "the command began again: it did not resume"
     fine = f"resumed at step {max(offsets.values())}, with the weights of a whole run"
     return tell_comparison(args, found, fine)
 

@@ -313,6 +313,7 @@ class Watch:
         self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
         self.sends = collections.Counter()  # {lines of a forward pass: times sent}
         self.unsent = False
+        self.drawn = None  # (iterations, random state) in the step before
         self.scaled = None  # whether gradients are; None without a scaler
 
         self.evaluated = False  # by the last forward pass
@@ -438,7 +439,8 @@ class Watch:
             begin += facts["value"]
             if number and len(begin) >= 8:
                 same = begin[:8] == begins[-2][:8] != sorted(begin[:8])
-                wrong = f"two epochs began with the samples {begin[:3]}" if same else ""
+                first = [int(each.split()[0]) for each in begin[:3]]
+                wrong = f"two epochs began with the samples {first}" if same else ""
                 self.note("order", wrong, lines=facts["lines"])
 
     # Forward and backward passes
@@ -577,6 +579,12 @@ class Watch:
         kept = not self.zeroed.pop(optimizer, True)
         wrong = "each gradient was added to those of earlier steps" if kept else ""
         self.note("zeroed", wrong, 3)
+        if settings.get("like"):
+            device = parameters_of(optimizer)[0].device
+            drawn = self.iterations, random_state(device)
+            if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
+                self.note("noise")  # beginning an epoch draws a number, too
+            self.drawn = drawn
         if self.reads():
             for each in parameters_of(optimizer):
                 self.held[each] = True  # others may have been put there
@@ -803,6 +811,10 @@ def make_exact(module, args):
         module.training = False
     if isinstance(getattr(module, "dropout", None), float):
         module.dropout = 0.0  # of attention, or of a recurrent layer
+    # Some were made from other tensors, such as the weights of a loss.
+    for tensor in [*module.parameters(False), *module.buffers(False)]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.double()
     return exact(args)
 
 

@@ -50,6 +50,7 @@ SPLIT = """torch.utils.data.random_split(
 TRAIN_SET = """train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)"""
 STEP = "        self.optimizer.step()\n"
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 
 MISTAKES = {
     "the model is called": Mistake(
@@ -405,10 +406,13 @@ def judged(folder, script, *options, **settings):
     events = folder / "events"
     env = audit.environment(events, **settings)
     if script.name == "after.py":
-        words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "--epochs=2"]
-        done = Program(words, folder, **env).finish()
+        done = Program([*TORCHRUN, script, "--epochs=2"], folder, **env).finish()
     else:
         done = launch(script, 2, 1, *options, cwd=folder, real="", **env)
+    return judge(events, done)
+
+
+def judge(events, done):
     run = audit.Run(events, done.returncode)
     assert run.ranks, done.stdout + done.stderr
     assert not run.failed, run.failed
@@ -429,6 +433,29 @@ def test_planted(tmp_path, name):
 def test_clean(tmp_path, name):
     """What the repository's scripts do is no mistake."""
     findings, fine, _ = judged(tmp_path, ROOT / name)
+    assert not findings, findings
+    assert len(fine) > 10
+
+
+GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
+GPT += ["--eval-every=10", "--n-layer=2", "--n-embd=64", "--compile=off"]
+LOOP = ["-m", "variants.train_loop", 3, 1, "--gpu-mode"]
+MORE = {
+    "three ranks": [*TORCHRUN[:-1], "--nproc-per-node=3", ROOT / AFTER, "--epochs=2"],
+    "mingpt": GPT,
+    "mingpt --shard": [*GPT, "--shard"],
+    "mingpt --split": [*GPT, "--split=2"],
+    "train_loop": ["python", *LOOP, "ddp"],
+    "train_loop, ddp2": [*TORCHRUN, *LOOP, "ddp2"],
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_is_clean(tmp_path, name):
+    events = tmp_path / "events"
+    env = audit.environment(events)
+    env["PYTHONPATH"] += f":{ROOT}"
+    findings, fine, _ = judge(events, Program(MORE[name], tmp_path, **env).finish())
     assert not findings, findings
     assert len(fine) > 10
 
@@ -481,6 +508,18 @@ def test_like(tmp_path, in_forks, capsys, cause):
     assert cause in printed
     if not cause:
         assert "equal in 32 steps" in printed
+
+
+def test_noise_cannot_be_compared(tmp_path, in_forks):
+    plant("docs/convert_your_script/before.py", tmp_path)
+    noisy = "model(images + torch.randn_like(images))"
+    plant(
+        AFTER,
+        tmp_path,
+        ("model(images), labels)\n        loss.b", f"{noisy}, labels)\n        loss.b"),
+    )
+    with pytest.raises(audit.BadInput, match="the steps draw random numbers"):
+        audit.like(arguments(like=ALONE), tmp_path / "events", {})
 
 
 RESUMED = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
