@@ -865,7 +865,8 @@ def watch(args, folder, settings):
     run = Run(folder, status)
     if not run.ranks:
         seen = "made a step of an optimizer" if run.torch else "imported torch"
-        raise BadInput(f"no process of the command {seen} (status {status})")
+        ignored = "" if run.torch else "; python -E and -I ignore the audit"
+        raise BadInput(f"no process of the command {seen} (status {status}){ignored}")
     return report(run, args.json)
 
 

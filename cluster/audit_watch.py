@@ -7,6 +7,7 @@ anything to another rank, draws a random number, or changes a tensor. An error i
 is an event, too, and the run goes on.
 """
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -19,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
 import zlib
 from multiprocessing import util
@@ -40,6 +40,7 @@ after  torch.utils.data.DataLoader                     __iter__         iterate
 after  torch.optim.Optimizer                           add_param_group  hold
 after  torch.nn.parallel.DistributedDataParallel       __init__         wrap
 before torch.Tensor                                    backward         backward
+before torch.autograd                                  backward         backward
 after  torch.amp.GradScaler                            scale            scale
 after  torch.amp.GradScaler                            unscale_         unscale
 after  torch.amp.GradScaler                            step             skip
@@ -49,16 +50,12 @@ before torch.nn.utils                                  clip_grad_value_ clip
 before torch                                           save             save
 after  torch.distributed                       init_process_group       join
 before torch.distributed.algorithms.Join       __enter__                join_uneven
-before torch.distributed                       all_gather               meet
-before torch.distributed                       all_gather_into_tensor   meet
-before torch.distributed                       all_gather_object        meet
-before torch.distributed                       all_reduce               meet
-before torch.distributed                       broadcast                meet
-before torch.distributed                       broadcast_object_list    meet
-before torch.distributed                       gather                   meet
-before torch.distributed                       gather_object            meet
-before torch.distributed                       reduce                   meet
-before torch.distributed                       reduce_scatter_tensor    meet
+"""
+# Functions of torch.distributed by which the results of an evaluation can meet
+COLLECTIVES = """
+all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
+all_to_all_single batch_isend_irecv broadcast broadcast_object_list gather gather_object
+irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send
 """
 settings = json.loads(os.environ.get("AUDIT", "{}"))  # of audit.py's command line
 host = socket.gethostname()
@@ -118,7 +115,8 @@ def where():
     lines = []
     while frame and len(lines) < 3:
         path = frame.f_code.co_filename
-        if not path.startswith(not_the_readers) and "-packages" not in path:
+        library = path.startswith(not_the_readers) or "site-packages" in path
+        if not library and "dist-packages" not in path:
             lines.append(f"{os.path.abspath(path)}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(lines)
@@ -126,7 +124,10 @@ def where():
 
 def unwatched():
     """Whether PyTorch records this code to repeat it: then it must stay as it is."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    modes = torch._C._TorchDispatchModeKey
+    if any(map(torch._C._get_dispatch_mode, (modes.FAKE, modes.PROXY))):
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -135,10 +136,9 @@ def safe(function):
     """A hook that calls it; what it raises is written down and goes no further."""
 
     def called(*args, **kwargs):
-        if unwatched():
-            return
         try:
-            function(*args, **kwargs)
+            if not unwatched():
+                function(*args, **kwargs)
         except Exception as error:
             watch.fail(error)
 
@@ -288,10 +288,11 @@ class Watch:
         self.counts = {}  # {an optimizer's number: its steps so far}
         self.numbers = weakref.WeakKeyDictionary()  # {optimizer: its number}
         self.values = {}  # {an optimizer's number: its first weights}
+        self.unchanged = {}  # {an optimizer's number: lines}, if they are still these
         self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
         self.zeroed = weakref.WeakKeyDictionary()  # {optimizer: had no old gradients}
         self.held = torch.utils.weak.WeakIdKeyDictionary()  # by an optimizer
-        self.averaged = torch.utils.weak.WeakIdKeyDictionary()  # by a DDP wrapper
+        self.averaged = torch.utils.weak.WeakIdKeyDictionary()  # by DDP: {it: its name}
         self.names = torch.utils.weak.WeakIdKeyDictionary()  # {parameter: name, lines}
 
         self.loaders = weakref.WeakKeyDictionary()  # {loader: {lines: its name there}}
@@ -309,7 +310,7 @@ class Watch:
         self.inside_wrapper = False
         self.fully_sharded = False
         self.random = None
-        self.training = True  # what an optimizer holds, in its last forward pass
+        self.modes = torch.utils.weak.WeakIdKeyDictionary()  # {parameter: training}
         self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
         self.sends = collections.Counter()  # {lines of a forward pass: times sent}
         self.unsent = False
@@ -323,6 +324,8 @@ class Watch:
 
         self.saved = set()  # paths
         self.states = {}  # {path: of how many optimizers it has the state}
+        self.last_saved = None  # the path of a snapshot
+        self.snapshots = []  # (how many optimizers had a state, lines)
         self.in_parts = False
 
     def emit(self, kind, **facts):
@@ -418,6 +421,13 @@ class Watch:
                     sample = {f"sample {index}": row, "the data set's length": length}
                     self.emit("data", key=[facts["loader"], index], value=sample)
 
+    def exhaust(self, iterator):
+        """The epoch of a loader ends. What has not been used by now was looked at."""
+        if self.evaluated:
+            self.flush("evaluated")
+        number = iterator._audit_facts["iteration"]
+        self.pending = [each for each in self.pending if each["iteration"] != number]
+
     def flush(self, use):
         """Write down what the batches were used for: "trained" or "evaluated"."""
         for facts in self.pending:
@@ -447,13 +457,15 @@ class Watch:
 
     def wrap(self, result, wrapper, module, *args, **kwargs):
         self.name(module)
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:  # DDP does not see what is thawed later
-                self.averaged[parameter] = True
+                self.averaged[parameter] = name
 
     def name(self, module):
         if type(module).__name__.startswith("FSDP"):
             self.fully_sharded = True
+        if type(module).__name__ == "FullyShardedDataParallel":
+            self.note("parallel")  # its parts are plain tensors
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
                 self.names[parameter] = (plain(name), where())
@@ -498,17 +510,19 @@ class Watch:
         averaged = any(parameter in self.averaged for parameter in parameters)
         with_gradients = torch.is_grad_enabled()
         training = getattr(module, "module", module).training  # without the wrapper
-        self.evaluated = not (with_gradients and training)
+        self.evaluated = not training and not with_gradients
         if not self.evaluated and averaged and not self.inside_wrapper:
             self.note("bypass", str(where()))  # a hint, if weights differ later
         if with_gradients:
-            if held:
-                self.training = training
             if self.reads():
+                for each in parameters:
+                    self.modes[each] = training
                 key = [where()[:1], self.step]
+                inputs = []
                 # What another module has computed may be the same, rightly.
                 given = tensors_in([args, kwargs])
-                inputs = hashes([each for each in given if not each.requires_grad])
+                if not any(each.requires_grad for each in given):
+                    inputs = hashes(given)
                 if inputs:
                     self.emit("inputs", key=key, value=inputs)
                 if random_state(parameters[0].device) != self.random:
@@ -521,7 +535,11 @@ class Watch:
         gap = self.step - self.last_read.get(module, -EVERY_STEPS)
         self.last_read[module] = self.step
         if gap > 4 or (gap and self.reads()):
-            state = dict(module.named_parameters()) | dict(module.named_buffers())
+            state = dict(module.named_parameters())
+            for prefix, part in module.named_modules():
+                for name, buffer in part.named_buffers(recurse=False):
+                    if name not in part._non_persistent_buffers_set:
+                        state[f"{prefix}.{name}".strip(".")] = buffer
             self.emit("state", key=[where(), self.step], value=sizes(state))
         if held:
             if self.evaluation is None:
@@ -535,17 +553,14 @@ class Watch:
         facts = self.evaluation
         self.evaluation = None
         if facts and facts["value"]:
-            samples = str(facts["value"])
+            samples = hash(str(facts["value"]))
             if samples in self.tested:
                 key = [facts["lines"], self.step]
                 self.emit("met", key=key, alone=not self.meetings, **facts)
             self.tested.add(samples)
 
     def backward(self, *args, **kwargs):
-        self.flush("trained")
         self.end_evaluation()
-        mode = "" if self.training else "backward() while the model is in eval() mode"
-        self.note("mode", mode, 3)
         for wrapper, (lines, sends) in self.awaiting.items():
             self.sends[lines] += sends
             self.unsent = not sends
@@ -569,10 +584,13 @@ class Watch:
             self.held[each] = True
 
     def before_step(self, optimizer, *args):
+        self.thread = threading.get_ident()
+        self.end_evaluation()
+        self.flush("trained")
         number = self.numbers.setdefault(optimizer, len(self.counts))
         count = self.counts.setdefault(number, 0)
         for lines, times in self.sends.items():
-            wrong = f"sent {times} times for one step" if times > 1 else ""
+            wrong = f"sent {times} times for one step" if times > 1 and lines else ""
             self.note("twice", wrong, 3, lines=lines)
         if self.unsent:
             self.note("unsent", "a step without averages", 2)
@@ -586,6 +604,9 @@ class Watch:
                 self.note("noise")  # beginning an epoch draws a number, too
             self.drawn = drawn
         if self.reads():
+            trains = [self.modes.get(each) for each in parameters_of(optimizer)]
+            wrong = "the model was in eval() mode" if False in trains else ""
+            self.note("mode", "" if True in trains else wrong, 3)
             for each in parameters_of(optimizer):
                 self.held[each] = True  # others may have been put there
             self.read(optimizer, number, count)
@@ -616,9 +637,10 @@ class Watch:
         self.emit("weights", value=value, **facts)
         if value != self.values.setdefault(number, value):
             self.values[number] = None  # it has changed some
+            self.unchanged.pop(number, None)
             self.note("learns")
         elif count > 3 and facts["rate"] and any(value.values()):  # a part may be empty
-            self.note("learns", f"optimizer {number} has changed no weight", 2)
+            self.unchanged[number] = here
 
     def look_for_unheld(self, optimizer):
         for each, (name, _) in self.names.items():
@@ -696,19 +718,21 @@ class Watch:
         collect("", obj, tensors, states)
         if not tensors and not states:
             return
-        name = os.path.basename(str(path))
-        self.note("in_place", f"{name} was opened to be overwritten" if again else "")
+        self.states[path] = sum(map(bool, states))
+        trained = sum(map(parameters_of, self.numbers), [])
+        shapes = {tensor.shape for _, tensor in tensors}
+        if not {each.shape for each in trained} <= shapes:
+            return  # no weights: a log
+        wrong = ""
+        if again and path == self.last_saved:
+            wrong = f"{os.path.basename(path)} was opened to be overwritten"
+        self.note("in_place", wrong)
+        self.last_saved = path
         self.look_for_nan(tensors)
         self.look_at_keys(tensors)
-        self.states[path] = sum(map(bool, states))
         needed = sum(bool(optimizer.state) for optimizer in self.numbers)
-        trained = sum(map(parameters_of, self.numbers), [])
-        weights = sum(tensor.numel() for _, tensor in tensors)
-        whole = weights >= sum(each.numel() for each in trained)
-        if needed and whole and not self.in_parts:
-            lacks = sum(self.states.values()) < needed
-            wrong = "the file lacks an optimizer's state" if lacks else ""
-            self.note("optimizer", wrong, 2)  # a single one is the result
+        if needed and not self.in_parts:
+            self.snapshots.append((needed, where()))
 
     def look_for_nan(self, tensors):
         found = []
@@ -721,10 +745,13 @@ class Watch:
 
     def look_at_keys(self, tensors):
         """Only names of what is trained count: an average has others, rightly."""
-        trained = {local(each).data_ptr() for each in self.held}
+        trained = {
+            local(each).data_ptr(): self.averaged.get(each) for each in self.held
+        }
         for name, tensor in tensors:
             if local(tensor).data_ptr() in trained:
-                wrapped = name.startswith(("module.", "_orig_mod."))
+                own = trained[local(tensor).data_ptr()]  # may have a `module`, too
+                wrapped = name != own and name.startswith(("module.", "_orig_mod."))
                 self.note("keys", f"the key {name} was saved" if wrapped else "")
                 return
 
@@ -732,8 +759,6 @@ class Watch:
         source = os.path.realpath(args[0])
         if source in self.saved:
             self.saved.remove(source)
-            path = os.path.realpath(args[1])
-            self.emit("file", key=f"{host}:{path}")
 
     def end(self):
         if self.file is None:
@@ -741,6 +766,14 @@ class Watch:
         if self.evaluated:
             self.flush("evaluated")
         self.end_evaluation()
+        for number, lines in self.unchanged.items():
+            wrong = f"optimizer {number} has changed no weight"
+            self.note("learns", wrong, lines=lines)
+        if len(self.snapshots) > 1:  # a single one is the result
+            needed, lines = self.snapshots[-1]
+            lacks = sum(self.states.values()) < needed
+            wrong = "the file lacks an optimizer's state" if lacks else ""
+            self.note("optimizer", wrong, lines=lines)
         if not self.uneven:
             counts = {
                 f"steps of optimizer {number}": count
@@ -751,6 +784,7 @@ class Watch:
             left = dist.is_initialized()
             wrong = "the process has ended with its group" if left else ""
             self.note("destroyed", wrong, lines=self.group)
+        self.file.close()
         self.file = None
 
 
@@ -779,12 +813,18 @@ def watch_batches():
     length = loader.__len__
     most = settings.get("batches", sys.maxsize)
     deliver = safe(watch.deliver)
+    exhaust = safe(watch.exhaust)
 
     @functools.wraps(advance)
     def watched(self):
         if self._num_yielded >= most:
+            exhaust(self)
             raise StopIteration
-        data = advance(self)
+        try:
+            data = advance(self)
+        except StopIteration:
+            exhaust(self)
+            raise
         deliver(data, self)
         return exact(data) if settings.get("like") else data
 
@@ -891,11 +931,14 @@ def hook():
     watch.emit("torch")
 
     os.register_at_fork(after_in_child=watch.__init__)
-    # Not atexit: a process that multiprocessing has forked does not call it.
-    at_end(watch)
     util.register_after_fork(watch, at_end)
-    # The hooks see a compiled module once more, which does no harm here.
-    warnings.filterwarnings("ignore", ".*global hooks on modules")
+    # What multiprocessing forks calls no atexit; what it spawns calls atexit later.
+    if "--multiprocessing-fork" in sys.orig_argv:
+        atexit.register(safe(watch.end))
+    else:
+        at_end(watch)
+    # It warns that hooks see a compiled module once more, which does no harm here.
+    module._has_any_global_hook = lambda: False
     module.register_module_forward_pre_hook(safe(watch.enter))
     module.register_module_forward_hook(safe(watch.leave), with_kwargs=True)
     optimizer.register_optimizer_step_pre_hook(safe(watch.before_step))
@@ -904,11 +947,13 @@ def hook():
         when, owner, name, method = row.split()
         called = {when: getattr(watch, method)}
         patch(pkgutil.resolve_name(owner), name, **called)
+    for name in COLLECTIVES.split():
+        patch(dist, name, before=watch.meet)
     watch_batches()
     rename = safe(watch.renamed)
 
     def hear(event, args):
-        if event == "os.rename":  # os.replace, too
+        if event == "os.rename" and watch:  # os.replace, too; and not at the very end
             rename(args)
 
     sys.addaudithook(hear)
