@@ -437,6 +437,32 @@ def test_clean(tmp_path, name):
     assert len(fine) > 10
 
 
+RIGHT = {
+    "a rank looks at all samples first": (
+        "    model = Net().to(device)\n",
+        "    for _ in DataLoader(train_set, 50):\n        pass\n"
+        "    model = Net().to(device)\n",
+    ),
+    "an adversarial pass in evaluation mode": (
+        ZERO,
+        "        model.eval()\n        model(images).sum().backward()\n"
+        f"        model.train()\n{ZERO}",
+    ),
+    "a log of losses that is saved": (
+        "        save_once(snapshot, SNAPSHOT)\n",
+        "        save_once(snapshot, SNAPSHOT)\n        if rank == 0:\n"
+        "            torch.save({'losses': torch.ones(99999).log10() / 0}, 'log.pt')\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(tmp_path, name):
+    findings, fine, _ = judged(tmp_path, plant(AFTER, tmp_path, RIGHT[name]))
+    assert not findings, findings
+    assert len(fine) > 10
+
+
 GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
 GPT += ["--eval-every=10", "--n-layer=2", "--n-embd=64", "--compile=off"]
 LOOP = ["-m", "variants.train_loop", 3, 1, "--gpu-mode"]
