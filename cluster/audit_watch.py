@@ -109,14 +109,19 @@ def attach():
         print(f"audit: this process is not watched: {error!r}", file=sys.stderr)
 
 
+def is_readers(path):
+    """Whether this file of code is the reader's own."""
+    library = "site-packages" in path or "dist-packages" in path
+    return not library and not path.startswith(not_the_readers)
+
+
 def where():
     """The reader's lines that are running, the innermost first: file:line, ..."""
     frame = sys._getframe(1)
     lines = []
     while frame and len(lines) < 3:
         path = frame.f_code.co_filename
-        library = path.startswith(not_the_readers) or "site-packages" in path
-        if not library and "dist-packages" not in path:
+        if is_readers(path):
             lines.append(f"{os.path.abspath(path)}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(lines)
@@ -575,6 +580,8 @@ class Watch:
                 if self.counts[number] and not self.zeroed.get(optimizer):
                     left = any(sizes(gradients_of(optimizer)).values())
                     self.zeroed[optimizer] = not left
+        else:
+            self.zeroed.clear()
 
     # Steps
 
@@ -690,7 +697,8 @@ class Watch:
         self.meetings += 1
 
     def join(self, *args, **kwargs):
-        self.group = where()
+        if is_readers(sys._getframe(3).f_code.co_filename):  # else a framework's
+            self.group = where()
         self.emit("group", rank=dist.get_rank())
 
     def join_uneven(self, *args, **kwargs):
@@ -718,7 +726,7 @@ class Watch:
         collect("", obj, tensors, states)
         if not tensors and not states:
             return
-        self.states[path] = sum(map(bool, states))
+        self.states[path or len(self.states)] = sum(map(bool, states))
         trained = sum(map(parameters_of, self.numbers), [])
         shapes = {tensor.shape for _, tensor in tensors}
         if not {each.shape for each in trained} <= shapes:
