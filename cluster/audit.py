@@ -93,7 +93,9 @@ needs = two ranks
 why = DDP averages the gradients of what it wraps. Others, such as a loss with weights
     or layers that were frozen when DDP was made, become different on each rank.
 fix = Wrap this module in DistributedDataParallel, too, after all layers are unfrozen.
-help = troubleshooting.md#weights-by-rank--not-saved-to
+    Of a bare parameter, sum the gradient over the ranks before the step, and divide it
+    by their number.
+help = ddp_by_hand.md#average-the-gradients-after-backward
 
 [weights]
 rule = weights
@@ -132,9 +134,9 @@ group = samples
 ok = each rank trains on other samples
 wrong = the ranks train on the same samples
 needs = the batches of two ranks
-why = More processes then compute the same gradients again, and an epoch is no faster.
-fix = Give the loader sampler=DistributedSampler(train_set), without rank or seed of
-    your own.
+why = An epoch then takes as many steps as on one device, and sees samples again.
+fix = Give the loader sampler=DistributedSampler(train_set) instead of shuffle=True,
+    without rank or seed of your own.
 help = 2_multigpu.md#give-each-rank-its-share-of-the-samples
 
 [inputs]
