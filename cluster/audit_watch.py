@@ -767,6 +767,8 @@ class Watch:
         source = os.path.realpath(args[0])
         if source in self.saved:
             self.saved.remove(source)
+            if source == self.last_saved:  # a snapshot, and not a cache of each rank
+                self.emit("file", key=f"{host}:{os.path.realpath(args[1])}")
 
     def end(self):
         if self.file is None:
