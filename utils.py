@@ -287,35 +287,49 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
-def sum_of_weights(model):
-    """The sum of the weights' absolute values. Ranks compare it: cheap, no proof."""
-    # No proof, because weights that differ may have equal sums.
-    total = 0
-    for weight in model.parameters():
-        weight_sum = weight.detach().abs().float().sum()
-        # If ranks split the weights, a weight is a DTensor: PyTorch's tensor of which
-        # each rank has a part. Its sum is a DTensor, too, which has the sum of the part
-        # here. `full_tensor` makes that whole: it adds up the sums of the parts.
-        if hasattr(weight_sum, "full_tensor"):
-            weight_sum = weight_sum.full_tensor()
-        total += weight_sum.item()
-    return total
+def sums_of_weights(model):
+    """{name of a trained weight: (its sum, its 2-norm)}, in float64."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        weight = weight.detach()
+        if weight.is_complex():
+            weight = torch.view_as_real(weight)
+        # In float64, ranks with other numbers of threads get the same sums. A Mac's GPU
+        # has none, but trains alone.
+        exact = torch.float32 if weight.device.type == "mps" else torch.float64
+        total = weight.sum(dtype=exact)
+        norm = torch.linalg.vector_norm(weight, dtype=exact)
+        # If ranks split the weights, these are DTensors: PyTorch's tensors of which
+        # each rank has a part. `full_tensor` puts the parts together.
+        if hasattr(total, "full_tensor"):
+            total = total.full_tensor()
+            norm = norm.full_tensor()
+        found[name] = (total.item(), norm.item())
+    return found
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with an error if `loss` or weights are not finite, or ranks' weights differ.
+    """End with an error if `loss` or a weight is not finite, or ranks' weights differ.
 
     loss: a mean over all ranks, the same number on each. After each step, ranks should
-    have the same weights, too. If these differ by more than rounding does, 1e-5 of
-    their sum, the ranks do not average their gradients.
+    have the same weights, too. Rounding changes a sum of weights by about 1e-7 of their
+    2-norm, however many they are. If the ranks' sums of one parameter are 1e-5 of its
+    norm apart, they do not average their gradients. (Parts of other weights that ranks
+    split by hand differ, rightly: then do not call this.)
     """
-    # (Ranks that split the weights all get the sum of the whole model.)
-    sums = gather(sum_of_weights(model))
-    are_finite = math.isfinite(loss + sum(sums))  # not if one of them is NaN or inf
-    if not are_finite or max(sums) > 1.00001 * min(sums):
-        by_rank = ", ".join(f"{weights:.6g}" for weights in sums)
-        found = f"loss {loss:.6f}, weights by rank {by_rank}"
-        error(f"epoch {epochs_run}: {found}, not saved to {path}")
+    by_rank = gather(sums_of_weights(model))
+    end = f"not saved to {path}"
+    if not math.isfinite(loss):
+        error(f"epoch {epochs_run}: the loss is {loss}, {end}")
+    for name, (_, norm) in by_rank[0].items():
+        sums = [found[name][0] for found in by_rank]
+        if not math.isfinite(sum(sums)):
+            error(f"epoch {epochs_run}: {name} has weights that are not finite, {end}")
+        if max(sums) - min(sums) > 1e-5 * norm:
+            shown = ", ".join(f"{total:.6g}" for total in sums)
+            error(f"epoch {epochs_run}: {name} differs by rank, sums {shown}, {end}")
 
 
 # Snapshots
@@ -341,7 +355,9 @@ def save_atomically(snapshot, path):
         # caught below. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
-            error(f"another run saves to {path}, too: choose another --snapshot-path")
+            mine = f"{path}.{os.getpid()}"
+            os.replace(temporary, mine)
+            error(f"another run saves to {path}, too: this run's snapshot is {mine}")
         os.replace(temporary, path)
         last_seen[path] = os.path.getmtime(path)
     except (OSError, RuntimeError) as reason:  # RuntimeError: torch's, on a full disk
@@ -420,9 +436,10 @@ def check_snapshot(snapshot, model, optimizer, path):
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
             # A group that SGD has saved has no betas, for example. Options that are
-            # bools or None do not count: new versions of PyTorch add some. (A schedule
-            # that only this run has is refused as well: it adds `initial_lr`.)
-            if name not in old and type(value) in (int, float, tuple):
+            # bools or None do not count: new versions of PyTorch add some. Nor does
+            # what a schedule adds, `initial_lr`: only this run may have one.
+            is_setting = type(value) in (int, float, tuple)
+            if name not in old and is_setting and not name.startswith("initial_"):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
             print_replaced(old, new, path)

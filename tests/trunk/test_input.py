@@ -255,14 +255,25 @@ assert refuse_samples((80, 80), (0, 0))
 assert refuse_samples((80, 81), (9, 9))
 assert refuse_samples((80, 80), (9, 10))
 assert not refuse_weights(1, 1.000009)
-assert not refuse_weights(-1.000009, 1)
 assert refuse_weights(1, 1.000011)
-assert refuse_weights(-1.000011, 1)
+assert refuse_weights(-1, 1)
+assert refuse_weights(1, torch.nan)
+
+# A head that differs is not drowned by a table that does not, trained or frozen.
+for frozen in (False, True):
+    model = torch.nn.ModuleDict(
+        {"table": torch.nn.Embedding(1000, 1000), "head": torch.nn.Linear(2, 1)}
+    )
+    torch.nn.init.constant_(model["table"].weight, 1000)
+    model["table"].weight.requires_grad = not frozen
+    torch.nn.init.constant_(model["head"].weight, 1)
+    model["head"].bias.data.fill_(1 + 1e-4 * rank)
+    assert told(utils.check_weights, 0.0, model, 1, "s.pt")
 """
 
 
 def test_what_ranks_must_have_in_common(tmp_path):
-    """The numbers of training and of held-out samples, and the weights to 1e-5."""
+    """The numbers of training and of held-out samples, and each weight to 1e-5."""
     (tmp_path / "ranks.py").write_text(OF_TWO_RANKS)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "ranks.py"]
     done = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
@@ -270,8 +281,12 @@ def test_what_ranks_must_have_in_common(tmp_path):
     lines = done.stderr.splitlines()
     start = "ranks.py: error: ranks have different numbers of (training, held-out)"
     assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
-    start = "ranks.py: error: epoch 1: loss 0.000000, weights by rank"
-    assert lines.count(f"{start} 1, 1.00001, not saved to s.pt") == 2
+    start = "ranks.py: error: epoch 1: weight differs by rank, sums 1, 1.00001,"
+    assert lines.count(f"{start} not saved to s.pt") == 2
+    start = "ranks.py: error: epoch 1: head.bias differs by rank, sums 1, 1.0001,"
+    assert lines.count(f"{start} not saved to s.pt") == 4
+    line = "ranks.py: error: epoch 1: weight has weights that are not finite, not"
+    assert lines.count(f"{line} saved to s.pt") == 2
 
 
 def test_the_parent_loads_no_data(tmp_path):
