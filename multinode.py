@@ -70,7 +70,7 @@ class Trainer:
     def _run_epoch(self, epoch):
         # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
+        utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -132,7 +132,7 @@ class Trainer:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 

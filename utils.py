@@ -18,8 +18,10 @@ optimizer and how many epochs are finished.
 """
 
 import argparse
+import io
 import math
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -107,6 +109,18 @@ def error(message):
     script = os.path.basename(sys.argv[0])
     print(f"{script}: error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def seed(number):
+    """`torch.manual_seed(number)`, and the same for `random` and NumPy.
+
+    Data may draw from all three. Without it, all ranks draw the same from the other
+    two, and a resumed run draws other numbers than one that was not interrupted.
+    """
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
 
 
 # The command line
@@ -265,6 +279,17 @@ def set_device(name, local_rank=None, nprocs=1):
 # Checks, which all ranks must call
 
 
+def check_savable(name, value):
+    """End with an error if no run could load a snapshot that holds `value`."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)  # refuses most classes
+    except Exception as reason:
+        error(f"no snapshot can hold {name}, {value!r:.60}: {str(reason):.60}")
+
+
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
     """End with an error if ranks cannot train on these objects of a script.
 
@@ -277,6 +302,12 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
             error("the optimizer has parameters that the model does not have")
+        for name, value in group.items():
+            if name != "params":  # such as a rate, which NumPy may have computed
+                check_savable(f"the optimizer's {name}", value)
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            check_savable(f"the model's {name}", value)
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
@@ -443,6 +474,21 @@ def check_snapshot(snapshot, model, optimizer, path):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
             print_replaced(old, new, path)
+
+
+def load_optimizer(optimizer, state):
+    """`optimizer.load_state_dict(state)`, with all tensors in the dtype as saved.
+
+    PyTorch gives the state the dtype of its weights: momentum in float32 would be
+    rounded if the weights are in bfloat16, and training would not go on as it was.
+    """
+    optimizer.load_state_dict(state)
+    loaded = optimizer.state_dict()["state"]  # these dicts are the optimizer's own
+    for number, saved in state["state"].items():
+        for name, value in saved.items():
+            now = loaded[number][name]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                loaded[number][name] = value.to(now.device)
 
 
 def print_replaced(old, new, path):

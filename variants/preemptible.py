@@ -92,7 +92,7 @@ class Trainer:
         # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         self.train_data.sampler.start = self.samples_run // dist.get_world_size()
-        torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
+        utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -105,7 +105,7 @@ class Trainer:
                 dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
                 open(f"{self.snapshot_path}.preempted", "w").close()
                 os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
-            torch.manual_seed(hash((epoch, self.samples_run, dist.get_rank())))
+            utils.seed(hash((epoch, self.samples_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss_sum += self._run_batch(source, targets)
@@ -169,7 +169,7 @@ class Trainer:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.samples_run = snapshot.get("SAMPLES_RUN", 0)
 

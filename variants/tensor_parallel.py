@@ -91,7 +91,7 @@ def replace_parameters(optimizer, parts, mesh):
     state = optimizer.state_dict()  # by number, so that it fits the new ones
     for group in optimizer.param_groups:  # or it would train the old parameters
         group["params"][:] = [parts[parameter] for parameter in group["params"]]
-    optimizer.load_state_dict(state)
+    utils.load_optimizer(optimizer, state)
 
 
 def average_gradients(model, group):
@@ -177,7 +177,7 @@ class Trainer:
         # Order and dropout follow from the epoch, so they are the same after a resume.
         self.train_data.sampler.set_epoch(epoch)
         sampler = self.train_data.sampler  # ranks of a replica draw the same numbers
-        torch.manual_seed(epoch * sampler.num_replicas + sampler.rank)
+        utils.seed(epoch * sampler.num_replicas + sampler.rank)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.train_data:
@@ -241,7 +241,7 @@ class Trainer:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 

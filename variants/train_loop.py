@@ -304,9 +304,10 @@ class TrainLoop:
     def _run_epoch(self, epoch):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
         self.train_data.sampler.set_epoch(epoch)
-        default = torch.manual_seed(epoch * self.world_size + self.rank)
+        seed = epoch * self.world_size + self.rank
+        utils.seed(seed)
         if self.train_data.generator:  # it seeds the loader's workers
-            self.train_data.generator.manual_seed(default.initial_seed())
+            self.train_data.generator.manual_seed(seed)
         self.model.train()
         return self._mean_loss(self.train_data, self._run_batch)
 
@@ -434,7 +435,7 @@ class TrainLoop:
 
     def _restore(self, snapshot):
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.stop = snapshot.get("STOPPED", False)
         self.history = snapshot.get("HISTORY", [])

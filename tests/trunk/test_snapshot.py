@@ -1,8 +1,11 @@
 """Snapshots: a kill never leaves half of one, and the newest is resumed from."""
 
+import copy
 import json
 import os
+import pathlib
 import pickle
+import random
 import shutil
 import signal
 
@@ -53,6 +56,50 @@ def test_what_no_run_could_read_is_not_saved(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="numpy"):
         utils.save_atomically({"lr": numpy.float64(1)}, str(path))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_no_run_could_read_is_refused_at_the_start(capsys):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
+    with pytest.raises(SystemExit):
+        utils.check_objects(range(9), range(9), model, optimizer, 1)
+    assert "error: no snapshot can hold the optimizer's lr" in capsys.readouterr().err
+
+    class Tokenizer(torch.nn.Linear):
+        def get_extra_state(self):
+            return pathlib.Path("vocabulary")
+
+    model = Tokenizer(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SystemExit):
+        utils.check_objects(range(9), range(9), model, optimizer, 1)
+    assert "no snapshot can hold the model's _extra_state" in capsys.readouterr().err
+
+
+def test_the_optimizer_gets_what_was_saved():
+    """Not what PyTorch makes of it: its momentum in the dtype of the weights."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight] = {"momentum_buffer": torch.rand(3), "step": 3}
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    utils.load_optimizer(other, saved)
+    assert same_bits(other.state_dict(), saved)
+    assert other.state[weight]["momentum_buffer"].dtype == torch.float32
+
+
+def test_seed():
+    """It seeds all that data may draw from."""
+
+    def draw():
+        return torch.rand(1).item(), random.random(), numpy.random.rand()
+
+    utils.seed(7)
+    drawn = draw()
+    assert drawn != draw()
+    utils.seed(7)
+    assert drawn == draw()
+    utils.seed(-(2**40))
 
 
 def test_a_link_stays_a_link(tmp_path):
