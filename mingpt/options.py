@@ -115,7 +115,7 @@ def make_parser(doc):
         add(
             f"--{name.replace('_', '-')}",
             f"--{name}",
-            type=float if name == "lr" else utils.positive_int,
+            type=positive if name == "lr" else utils.positive_int,
             help=f"{text} (default: the preset's)",
         )
     add(
@@ -127,7 +127,7 @@ def make_parser(doc):
     add("--weight-decay", type=float, default=0.1, help="of matrices (default: 0.1)")
     add(
         "--clip",
-        type=float,
+        type=positive,
         default=1.0,
         help="scale gradients of a larger norm down to this one (default: 1)",
     )
@@ -188,6 +188,13 @@ def fraction(text):
     """`text` as a float from 0 on and below 1."""
     if not 0 <= float(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 on and below 1")
+    return float(text)
+
+
+def positive(text):
+    """`text` as a float above 0."""
+    if not float(text) > 0:  # so that nan is refused, too
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return float(text)
 
 

@@ -7,6 +7,7 @@ place of --standalone. HOST is the name of one of the two, the same on both.
 
 import gc
 import os
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,14 @@ def shapes_of(model, optimizer):
         shapes[name] = torch.empty(shape, device="meta")
     groups = optimizer.state_dict()["param_groups"]
     return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": {"param_groups": groups}}
+
+
+def folder_of(snapshot, path):
+    """The folder that the snapshot at `path` names, which the next save removes."""
+    name = snapshot["FOLDER"]
+    if not re.fullmatch(r"[^/\\]+\.\d+\.[0-9a-f]{8}", name):  # beside it, and ours
+        utils.error(f"{path} names a folder that no script of ours has written: {name}")
+    return os.path.join(os.path.dirname(os.path.realpath(path)), name)
 
 
 def commit(snapshot, path, written, old_folder, say):
@@ -287,8 +296,7 @@ class Trainer:
         if snapshot is None:
             return
         if "FOLDER" in snapshot:
-            path = os.path.realpath(self.snapshot_path)
-            self.folder = os.path.join(os.path.dirname(path), snapshot["FOLDER"])
+            self.folder = folder_of(snapshot, self.snapshot_path)
             snapshot |= snapshot["SHAPES"]  # check_snapshot compares them
             snapshot["OPTIMIZER_STATE"]["state"] = self.optimizer.state_dict()["state"]
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
