@@ -33,15 +33,20 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has t
     )
 
 
-def blocks_of(module, in_list=False):
-    """The modules in the outermost lists. FSDP gathers one as its forward begins."""
-    has_forward = type(module).forward is not torch.nn.Module.forward
-    if in_list and has_forward:
-        return [module]
+def blocks_of(module, is_block=False):
+    """Modules that repeat, in a list or not. FSDP gathers one as its forward begins."""
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    if is_block and not is_list:
+        return [module]
+    classes = [type(child) for child in module.children()]
     blocks = []
     for child in module.children():
-        blocks += blocks_of(child, is_list)
+        has_lists = any(
+            isinstance(part, torch.nn.ModuleList) for part in child.modules()
+        )
+        has_parts = next(child.children(), None) is not None
+        alike = classes.count(type(child)) > 1 and has_parts and not has_lists
+        blocks += blocks_of(child, is_list or alike)
     return blocks
 
 
@@ -64,7 +69,8 @@ def shard(model, mesh, *optimizers, **options):
         fully_shard(block, mesh=mesh, **options)  # each is gathered on its own
         for name, parameter in whole.items():
             parts[parameter] = block.get_parameter(name)
-            parameter.data = torch.empty(0)  # or the device would hold the whole model
+            # Or the device would hold the whole model. Who has kept it gets NaN.
+            parameter.data = torch.full((1,), torch.nan)
     for optimizer in optimizers:
         replace_parameters(optimizer, parts, mesh)
 
