@@ -295,6 +295,8 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
 
     batch_size: of one rank. Scripts whose ranks share a batch need fewer samples.
     """
+    if torch.get_default_dtype().itemsize < 4:  # sums of losses would stand still
+        error("the default dtype has 16 bits: give it to the model instead, by .to()")
     # DDP averages only gradients of the model's parameters. Other parameters, such as a
     # loss's own, would become different from rank to rank. (A set compares tensors by
     # which objects they are, not by their values.)
