@@ -123,7 +123,7 @@ class InTurns(train.Trainer):
             loss, tokens = self._run_steps()
             wait()
             seconds = time.perf_counter() - start
-            if self.device != "cpu":
+            if self.device.type != "cpu":
                 # The others need this memory in their turns: five do not fit together.
                 torch.get_device_module(self.device).empty_cache()
             self.pipe.send(Turn(seconds, loss, tokens, tokens * self.flops))
