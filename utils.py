@@ -81,8 +81,8 @@ def get_rank():
 def gather(value):
     """[the `value` of each rank], on all ranks; [`value`] without a process group.
 
-    value: a small Python object, no tensor. All ranks must call it: each waits for the
-    others.
+    value: a small Python object; tensors in it are on the CPU. All ranks must call it:
+    each waits for the others.
     """
     if not dist.is_initialized():
         return [value]
@@ -293,7 +293,7 @@ def check_savable(name, value):
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
     """End with an error if ranks cannot train on these objects of a script.
 
-    batch_size: of one rank. Scripts whose ranks share a batch need fewer samples.
+    batch_size: of one rank, or its part of it if several ranks share a batch.
     """
     if torch.get_default_dtype().itemsize < 4:  # sums of losses would stand still
         error("the default dtype has 16 bits: give it to the model instead, by .to()")
@@ -317,13 +317,13 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
     step = len(sizes) * batch_size
     if step > samples or held_out == 0:
-        error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
+        error(f"too few: a step takes {step:g} of {samples} samples, {held_out} held out")
 
 
-def sums_of_weights(model):
-    """{name of a trained weight: (its sum, its 2-norm)}, in float64."""
+def sums_of(weights):
+    """{name: (its sum, its 2-norm)} of those {name: weight} that are trained."""
     found = {}
-    for name, weight in model.named_parameters():
+    for name, weight in weights.items():
         if not weight.requires_grad:
             continue
         weight = weight.detach()
@@ -344,25 +344,35 @@ def sums_of_weights(model):
 
 
 def check_weights(loss, model, epochs_run, path):
-    """End with an error if `loss` or a weight is not finite, or ranks' weights differ.
+    """End with an error, before a save, if `what_is_wrong` with loss or weights."""
+    wrong = what_is_wrong(loss, dict(model.named_parameters()))
+    if wrong:
+        error(f"epoch {epochs_run}: {wrong}, not saved to {path}")
 
-    loss: a mean over all ranks, the same number on each. After each step, ranks should
-    have the same weights, too. Rounding changes a sum of weights by about 1e-7 of their
-    2-norm, however many they are. If the ranks' sums of one parameter are 1e-5 of its
-    norm apart, they do not average their gradients. (Parts of other weights that ranks
-    split by hand differ, rightly: then do not call this.)
+
+def what_is_wrong(loss, weights):
+    """What is not finite, or which trained weight differs by rank; "" if all is well.
+
+    loss: a mean over all ranks, the same number on each. weights: {name: parameter}.
+    After each step, those of one name should be the same on all ranks that have it.
+    Rounding changes a sum of weights by about 1e-7 of their 2-norm, however many they
+    are. If two ranks' sums are 1e-5 of it apart, gradients are not averaged.
     """
-    by_rank = gather(sums_of_weights(model))
-    end = f"not saved to {path}"
+    sums = {}  # {name: those of the ranks}
+    norms = {}
+    for found in gather(sums_of(weights)):
+        for name, (total, norm) in found.items():
+            sums.setdefault(name, []).append(total)
+            norms[name] = norm
     if not math.isfinite(loss):
-        error(f"epoch {epochs_run}: the loss is {loss}, {end}")
-    for name, (_, norm) in by_rank[0].items():
-        sums = [found[name][0] for found in by_rank]
-        if not math.isfinite(sum(sums)):
-            error(f"epoch {epochs_run}: {name} has weights that are not finite, {end}")
-        if max(sums) - min(sums) > 1e-5 * norm:
-            shown = ", ".join(f"{total:.6g}" for total in sums)
-            error(f"epoch {epochs_run}: {name} differs by rank, sums {shown}, {end}")
+        return f"the loss is {loss}"
+    for name, by_rank in sums.items():
+        if not math.isfinite(sum(by_rank)):
+            return f"{name} has weights that are not finite"
+        if max(by_rank) - min(by_rank) > 1e-5 * norms[name]:
+            shown = ", ".join(f"{total:.6g}" for total in by_rank)
+            return f"{name} differs by rank, sums {shown}"
+    return ""
 
 
 # Snapshots

@@ -25,6 +25,10 @@ class Parallel:
             return model  # there is no other replica to average with
         return DistributedDataParallel(model, process_group=self.data_group)
 
+    def named_weights(self, model):
+        """{name: weight}. All ranks with one name should have the same weights."""
+        return dict(model.named_parameters())
+
     def clip_grad_norm_(self, model, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
-from mingpt.model import GPT
+from mingpt.model import GPT, MLP, Block, CausalSelfAttention
 from mingpt.parallel import Parallel, copy_to_cpu, place_of
 
 # {a weight of a block: (the dimension along which it is cut, how many matrices are in
@@ -38,8 +38,11 @@ def cut_of(name):
 def check(size, model, optimizer, shard, dtype):
     """End with one line if --split does not fit the model, the ranks or the options."""
     # AdamW does not need whole matrices, as Muon does.
-    # A subclass of either may compute what CUTS does not know.
-    fits = type(model) is GPT and type(optimizer) is torch.optim.AdamW
+    fits = isinstance(model, GPT) and type(optimizer) is torch.optim.AdamW
+    for block in model.transformer.h if fits else []:
+        types = [type(part) for part in (block, block.attn, block.mlp)]
+        if types != [Block, CausalSelfAttention, MLP]:  # CUTS knows these alone
+            fits = False
     if not fits or shard or dtype == torch.float16:
         utils.error("--split: only mingpt.model with AdamW, no --shard, fp32 or bf16")
     counts = {
@@ -142,6 +145,13 @@ class Split(Parallel):
         dist.all_gather(parts, part, group=self.group)
         parts = [each.unflatten(dim, (matrices, -1)) for each in parts]
         return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+
+    def named_weights(self, model):
+        weights = {}
+        for name, weight in model.named_parameters():
+            part = f"part {self.group.rank()} of " if cut_of(name) else ""
+            weights[part + name] = weight
+        return weights
 
     def clip_grad_norm_(self, model, max_norm):
         """Clip the gradients by the norm of the whole model, which all ranks know."""

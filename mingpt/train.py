@@ -43,6 +43,9 @@ def ddp_setup(device):
     )
 
 
+ASK_EVERY = 10  # steps. Each question costs a message to every rank and back.
+
+
 class Trainer:
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Trainer:
             for name, value in metrics.items():
                 line += f" | {name} {value:.4f}"
             self._print(f"{line} | {tokens_per_s:,.0f} tokens/s")
-            self._check_finite(metrics["val loss"])
+            self._check_weights(metrics["val loss"])
             if dist.get_rank() == 0:  # one rank writes
                 metrics["tokens/s"] = tokens_per_s
                 report.log(self.snapshot_path, self.steps_run, metrics)
@@ -125,8 +128,9 @@ class Trainer:
         steps = min(until_evaluation, self.steps - self.steps_run)
         show_every = max(1, self.eval_every // 20)
         for source, targets in itertools.islice(self.train_data, steps):
-            self._stop_if_told()
-            torch.manual_seed(hash((sampler.seed, self.steps_run, sampler.replica)))
+            if self.steps_run % ASK_EVERY == 0:
+                self._stop_if_told()
+            utils.seed(hash((sampler.seed, self.steps_run, sampler.replica)))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
@@ -145,7 +149,7 @@ class Trainer:
         stop = self.sigterm.clone()
         dist.all_reduce(stop, group=self.cpu_group)
         if stop:
-            self._check_finite()
+            self._check_weights()
             self._save_snapshot()
             self._finish_writing()
             self._print(f"preempted after step {self.steps_run}")
@@ -228,16 +232,14 @@ class Trainer:
         if dist.get_rank() == 0:  # one rank prints
             print(text, flush=True)
 
-    def _check_finite(self, loss=0.0):
-        """End with one line, nothing saved, if the loss or a weight is not finite."""
+    def _check_weights(self, loss=0.0):
+        """End with one line, nothing saved, if some are not finite or differ by rank."""
         self._finish_writing()
-        finite = all(weight.isfinite().all() for weight in self.model.parameters())
-        is_bad = not (finite and math.isfinite(loss))
-        (bad_ranks,) = self._sum(is_bad)
-        if bad_ranks:
+        wrong = utils.what_is_wrong(loss, self.parallel.named_weights(self.model))
+        if wrong:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             utils.error(
-                f"step {self.steps_run}: the loss or a weight is not finite:"
+                f"step {self.steps_run}: {wrong}:"
                 f" {self.snapshot_path} stays at step {self.steps_saved}"
             )
 
@@ -302,7 +304,7 @@ def lr_scale(step, steps, warmup):
 def load_train_objs(args, device):
     """Your text, model and optimizer go here."""
     corpus = data.prepare(args.data, args.tokenizer, args.cache, args.val_fraction)
-    torch.manual_seed(args.seed % 2**64)
+    utils.seed(args.seed % 2**64)
     model, optimizer = loading.load_model(args, corpus.vocab_size, device)
     return corpus, model, optimizer
 

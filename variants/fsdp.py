@@ -81,13 +81,19 @@ def check_parameters(whole, parts):
 
 
 def replace_parameters(optimizer, parts, mesh):
-    """The optimizer goes on with `parts`: {parameter: this rank's part of it}."""
+    """The optimizer goes on with `parts`: {parameter: this rank's part of it}.
+
+    Its state and options are rank 0's, as the weights are.
+    """
     for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
         part = parts[parameter]
         for name, value in state.items():
             if getattr(value, "shape", None) == part.shape:
                 state[name] = distribute_tensor(value, mesh, part.placements)
+            else:  # such as a count of steps
+                state[name] = utils.gather(value)[0]
     state = optimizer.state_dict()  # by number, so that it fits the new ones
+    state["param_groups"] = utils.gather(state["param_groups"])[0]  # such as rates
     for group in optimizer.param_groups:  # or it would train the old parameters
         group["params"][:] = [parts[parameter] for parameter in group["params"]]
     utils.load_optimizer(optimizer, state)

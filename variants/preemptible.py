@@ -39,6 +39,9 @@ class ResumableSampler(torch.utils.data.DistributedSampler):
         return super().__len__() - self.start
 
 
+ASK_EVERY = 10  # steps. Each question costs a message to every rank and back.
+
+
 class Trainer:
     def __init__(
         self,
@@ -95,16 +98,9 @@ class Trainer:
         utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        for source, targets in self.train_data:
-            stop = self.sigterm.clone()
-            dist.all_reduce(stop, group=self.cpu_group)
-            if stop:
-                utils.check_weights(0, self.model, self.epochs_run, self.snapshot_path)
-                self._save_snapshot()
-                self._print(f"preempted after {self.samples_run} samples of the epoch")
-                dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-                open(f"{self.snapshot_path}.preempted", "w").close()
-                os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
+        for step, (source, targets) in enumerate(self.train_data):
+            if step % ASK_EVERY == 0:
+                self._stop_if_told()
             utils.seed(hash((epoch, self.samples_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
@@ -113,6 +109,18 @@ class Trainer:
         dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / max(1, len(self.train_data))
+
+    def _stop_if_told(self):
+        """Save and end, all ranks at the same step, if SIGTERM came to one."""
+        stop = self.sigterm.clone()
+        dist.all_reduce(stop, group=self.cpu_group)
+        if stop:
+            utils.check_weights(0, self.model, self.epochs_run, self.snapshot_path)
+            self._save_snapshot()
+            self._print(f"preempted after {self.samples_run} samples of the epoch")
+            dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
+            open(f"{self.snapshot_path}.preempted", "w").close()
+            os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()

@@ -87,13 +87,19 @@ def check_parameters(whole, parts):
 
 
 def replace_parameters(optimizer, parts, mesh):
-    """The optimizer goes on with `parts`: {parameter: this rank's part of it}."""
+    """The optimizer goes on with `parts`: {parameter: this rank's part of it}.
+
+    Its state and options are rank 0's, as the weights are.
+    """
     for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
         part = parts[parameter]
         for name, value in state.items():
             if getattr(value, "shape", None) == part.shape:
                 state[name] = distribute_tensor(value, mesh, part.placements)
+            else:  # such as a count of steps
+                state[name] = utils.gather(value)[0]
     state = optimizer.state_dict()  # by number, so that it fits the new ones
+    state["param_groups"] = utils.gather(state["param_groups"])[0]  # such as rates
     for group in optimizer.param_groups:  # or it would train the old parameters
         group["params"][:] = [parts[parameter] for parameter in group["params"]]
     utils.load_optimizer(optimizer, state)
@@ -277,6 +283,11 @@ class Trainer:
         dist.broadcast_object_list(mark)
         path = os.path.realpath(self.snapshot_path)
         folder = f"{path}.{self.epochs_run}.{mark[0]}"
+        if dist.get_rank() == 0:
+            os.mkdir(folder)
+        dist.barrier()
+        if not os.path.isdir(folder):
+            utils.error(f"rank 0 writes to {folder}, which this rank does not see")
         written = save_parts(self.model, self.optimizer, folder, self.cpu_group)
         snapshot = {
             "MODEL_STATE": {},  # so that other scripts refuse this file

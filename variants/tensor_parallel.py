@@ -282,7 +282,8 @@ def main(args):
     train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
-    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
+    part = args.batch_size / args.split  # the ranks of a replica share a batch
+    utils.check_objects(train_set, eval_set, model, optimizer, part)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(
         train_set, num_replicas=replicas, rank=replica, drop_last=True

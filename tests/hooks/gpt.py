@@ -3,12 +3,13 @@
     AT_STEP=7 DO=sigkill python tests/hooks/gpt.py --steps 12
 
 DO: sigterm or sigkill (this process gets it when the step begins), nan (the weights are
-NaN from then on), nan_sigterm (both), nan_once (in this step alone), sigterm_in_compile
+NaN from then on), nan_sigterm (both), nan_once (in this step alone), apart (one weight
+is another from then on), sigterm_in_compile
 (while torch.compile traces, where operations compute nothing), float64 (the model has
 such weights, so that sums in another order agree to the last digits), own_folder (each
 rank is in a folder of its own, as on a machine of its own),
 slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first).
-RANK_ONLY=1 does it on this rank alone.
+RANK_ONLY=1 does it on this rank alone. ASK_EVERY=1: whether one was told to stop.
 """
 
 import os
@@ -24,6 +25,7 @@ from mingpt import options, train
 DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
+train.ASK_EVERY = int(os.environ.get("ASK_EVERY", train.ASK_EVERY))
 run_batch = train.Trainer._run_batch
 load_train_objs = train.load_train_objs
 save_atomically = utils.save_atomically
@@ -37,6 +39,8 @@ def fault_at_step(self, source, targets):
     good = weight.clone()
     if "nan" in DO:
         weight.fill_(float("nan"))
+    if DO == "apart":
+        self.model.transformer.h[0].mlp.c_fc.weight.data.mul_(1.01)
     if DO == "sigkill":
         signal.raise_signal(signal.SIGKILL)
     if DO == "sigterm_in_compile":
@@ -62,7 +66,7 @@ def save_slowly(snapshot, path):
         os.link(path, f"{path}.first")
 
 
-if DO.startswith(("sig", "nan")):
+if DO.startswith(("sig", "nan", "apart")):
     train.Trainer._run_batch = fault_at_step
 elif DO == "float64":
     train.load_train_objs = load_float64

@@ -11,6 +11,7 @@ from mingpt.model import attention
 from tests.mingpt.test_shard import TWO, bytes_held, runs  # noqa: F401  a fixture, too
 from tests.mingpt.test_train import check_runs, gpt, snapshot, steps_run, text  # noqa: F401  fixtures
 from tools.run.results import same_bits, shape_of
+from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
 
@@ -47,7 +48,7 @@ def test_resumes_bit_for_bit(runs, tmp_path):  # noqa: F811
     whole = tmp_path / "whole"
     stopped = tmp_path / "stopped"
     options = [*TWO_GROUPS, "--dropout", 0.1]
-    fault = {"DO": "sigterm", "AT_STEP": 2, "RANK_ONLY": 1}
+    fault = {"DO": "sigterm", "AT_STEP": 2, "RANK_ONLY": 1, "ASK_EVERY": 1}
     run(whole, *options, nprocs=4)
     run(stopped, *options, nprocs=4, status=1, **fault)
     assert steps_run(stopped) == 3
@@ -65,12 +66,21 @@ def test_resumes_without_it_and_with_it(runs, tmp_path):  # noqa: F811
         (4, [*TWO, "--shard"], 2, 1),
         (5, alone, None, os.EX_TEMPFAIL),
     ):
-        fault = {"DO": "sigterm", "AT_STEP": step}
+        fault = {"DO": "sigterm", "AT_STEP": step, "ASK_EVERY": 1}
         run(tmp_path, *options, nprocs=nprocs, status=status, **fault)
         assert steps_run(tmp_path) == step + 1
     run(tmp_path, *ONE_GROUP, nprocs=2)
     assert steps_run(tmp_path) == 8
     check_runs(tmp_path, whole, "val loss")
+
+
+def test_parts_that_differ_by_replica_are_not_saved(runs, tmp_path):  # noqa: F811
+    """Each rank has a part of a layer, which one other rank has, too."""
+    run, _, _ = runs
+    fault = {"DO": "apart", "AT_STEP": 2, "RANK_ONLY": 3}
+    done = run(tmp_path, *TWO_GROUPS, nprocs=4, status=1, **fault)
+    assert ": part 1 of transformer.h.0.mlp.c_fc.weight differs by rank, sums " in done.stderr
+    assert not (tmp_path / "mingpt.pt").exists()
 
 
 def test_dropout_differs_between_heads_and_draws_alike():
@@ -88,11 +98,27 @@ def test_dropout_differs_between_heads_and_draws_alike():
     assert torch.equal(later, later_on_rank_1)
 
 
+# Its MLP computes what CUTS does not know.
+OTHER = """
+from mingpt import model
+from mingpt.model import GPTConfig, make_optimizer
+
+
+class MLP(model.MLP):
+    pass
+
+
+class GPT(model.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.h[0].mlp.__class__ = MLP
+"""
 ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
 BAD = {
     "ranks": (["--split", 3], "--split 3 does not divide 2 ranks"),
     "heads": (["--n-head", 1], "--split 2 does not divide 1 heads"),
     "model": (["--model", "mingpt.modern"], ONLY),
+    "block": (["--model", "other"], ONLY),
     "shard": (["--shard"], ONLY),
     "scaler": (["--precision", "fp16"], ONLY),
 }
@@ -102,8 +128,13 @@ BAD = {
 def test_bad_input(gpt, tmp_path, what):  # noqa: F811
     """One line, and nothing written."""
     options, message = BAD[what]
-    done = gpt(tmp_path, "--split", 2, *options, nprocs=2, status=1)
+    other = tmp_path / "modules"
+    other.mkdir()
+    (other / "other.py").write_text(OTHER)
+    folder = tmp_path / "run"
+    path = f"{ROOT}:{other}"
+    done = gpt(folder, "--split", 2, *options, nprocs=2, status=1, PYTHONPATH=path)
     errors = re.findall("^train.py: error: (.*)$", done.stderr, re.M)
     assert errors == [message]
     assert re.search("exitcode +: 2 ", done.stderr)
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())

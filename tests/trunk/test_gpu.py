@@ -192,7 +192,7 @@ def stopped_and_resumed(folder, *options):
     resumed = folder / "resumed"
     expected = printed(gpt(*options, cwd=undisturbed))[-1:]
     how = {"script": [HOOKS / "gpt.py"], "status": os.EX_TEMPFAIL}
-    gpt(*options, cwd=resumed, **how, **ENV, DO="sigterm", AT_STEP=12)
+    gpt(*options, cwd=resumed, **how, **ENV, DO="sigterm", AT_STEP=12, ASK_EVERY=1)
     found = printed(gpt(*options, cwd=resumed))[-1:]
     return [
         (expected, load(undisturbed / "mingpt.pt")),

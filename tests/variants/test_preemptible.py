@@ -67,7 +67,8 @@ def trained(folder):
 def script(tmp_path_factory):
     """A copy that notes what it does and stops where the test says, with dropout."""
     folder = tmp_path_factory.mktemp("copy")
-    return plant(NAME, folder, hooks=["preemption"])
+    often = "ASK_EVERY = 10", "ASK_EVERY = 1"
+    return plant(NAME, folder, often, hooks=["preemption"])
 
 
 @pytest.fixture
@@ -101,16 +102,16 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(mark)
-    assert done.stdout.endswith("preempted after 1024 samples of the epoch\n")
+    assert done.stdout.endswith("preempted after 1280 samples of the epoch\n")
     path = tmp_path / "snapshot.pt"
     assert (tmp_path / "snapshot.pt.preempted").exists()
-    assert position(path) == (2, 1024)
+    assert position(path) == (2, 1280), "asked at step 20, told in step 16"
     clock = "time.perf_counter() - start", "1"  # a second for each epoch
     script = plant(NAME, tmp_path / "second", clock)
     done, _ = ranks(script, 5, 2, "--snapshot-path", path, cwd=tmp_path)
-    assert RESUMED.format(2, 5, path, 1024) in done.stdout
+    assert RESUMED.format(2, 5, path, 1280) in done.stdout
     epochs = re.findall(r"epoch (\d)/5 .* (\S+) samples/s", done.stdout)
-    assert epochs == [("3", "1,024"), ("4", "2,048"), ("5", "2,048")]
+    assert epochs == [("3", "768"), ("4", "2,048"), ("5", "2,048")]
     undisturbed, _ = runs(NAME)
     assert same_bits(load(path), load(undisturbed / "snapshot.pt"))
 
@@ -145,7 +146,7 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     done = Program(words, tmp_path, real=True, **env).finish()
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert not left_over(mark)
-    assert position(tmp_path / "snapshot.pt") == (2, 1024)
+    assert position(tmp_path / "snapshot.pt") == (2, 1280)
     assert (tmp_path / "snapshot.pt.preempted").exists()
 
 
