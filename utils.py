@@ -315,9 +315,9 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
     # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
-    step = len(sizes) * batch_size
+    step = round(len(sizes) * batch_size)
     if step > samples or held_out == 0:
-        error(f"too few: a step takes {step:g} of {samples} samples, {held_out} held out")
+        error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
 
 def sums_of(weights):

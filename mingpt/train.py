@@ -233,7 +233,7 @@ class Trainer:
             print(text, flush=True)
 
     def _check_weights(self, loss=0.0):
-        """End with one line, nothing saved, if some are not finite or differ by rank."""
+        """End with one line, nothing saved, if `utils.what_is_wrong` finds a fault."""
         self._finish_writing()
         wrong = utils.what_is_wrong(loss, self.parallel.named_weights(self.model))
         if wrong:

@@ -124,7 +124,11 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    """Your data, model (on the CPU), loss and optimizer go here.
+
+    A sample is (source, target). A batch has its samples along dimension 0, and the
+    loss is their mean. One optimizer trains the whole model.
+    """
     torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)

@@ -51,12 +51,17 @@ def shard(model, mesh, *optimizers, **options):
     """
     parts = {}  # {parameter: this rank's part of it}
     blocks = dict.fromkeys(blocks_of(model))  # each one once
+    layers = [module for module in model.modules() if [*module.parameters(False)]]
+    if len(layers) > 2 and not blocks:
+        utils.error(f"blocks_of finds none of {len(layers)} layers: return them there")
+    sizes = []  # parameters of each block, and those that are in none
     for block in [*blocks, model]:  # the model takes the rest
         whole = {}  # what no block before has taken
         for name, parameter in block.named_parameters():
             if not isinstance(parameter, DTensor):
                 whole[name] = parameter
         check_parameters(whole, parts)
+        sizes.append(sum(map(torch.numel, whole.values())))
         for tensor in [*whole.values(), *block.buffers()]:
             tensor.data = tensor.data.to(mesh.device_type).contiguous()
             dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
@@ -67,6 +72,10 @@ def shard(model, mesh, *optimizers, **options):
             parameter.data = torch.full((1,), torch.nan)
     for optimizer in optimizers:
         replace_parameters(optimizer, parts, mesh)
+    if dist.get_rank() == 0:
+        *of_blocks, rest = sizes
+        largest = max(of_blocks, default=0)
+        print(f"{len(of_blocks)} blocks, {largest:,} parameters at most, {rest:,} else")
 
 
 def check_parameters(whole, parts):
@@ -237,7 +246,11 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model (on the CPU), loss (a batch's mean) and optimizer go here."""
+    """Your data, model (on the CPU), loss and optimizer go here.
+
+    A sample is (source, target). A batch has its samples along dimension 0, and the
+    loss is their mean. One optimizer trains the whole model.
+    """
     torch.manual_seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)

@@ -115,6 +115,7 @@ def main():
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
+        # Do your data draw from `random` or NumPy? Seed them here, too.
         torch.manual_seed(args.seed + epoch)
 
         train(args, model, device, train_loader, optimizer, epoch)

@@ -122,9 +122,9 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
     job.wait_for("in step 80(.|\n)*in step 80")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
-    # 80 steps are 2.5 epochs.
-    assert "preempted after 1024 samples of the epoch" in job.output
-    assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1024
+    # 80 steps are 2.5 epochs, and the ranks ask each other every 10 steps of one.
+    assert "preempted after 1280 samples of the epoch" in job.output
+    assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1280
     facts = job.end()
     assert facts["JobState"] == "COMPLETED", job.output
     assert facts["Restarts"] == "1"
@@ -139,11 +139,11 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
 
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):
-    """Without a GPU there are two processes per node."""
     no_restarts = ("--max-restarts=3", "--max-restarts=0")
     job = Job(
         slurm,
         tmp_path,
+        "--gpus-per-node=2",
         SCRIPT,
         5,
         2,
@@ -158,6 +158,15 @@ def test_a_crash_is_not_requeued(slurm, tmp_path):
     assert facts["ExitCode"] == "1:0"
     assert facts["Restarts"] == "0"
     assert not (tmp_path / "multinode.pt.preempted").exists()
+
+
+def test_a_job_that_forgot_the_gpus_ends(slurm, tmp_path):
+    """Else it would train on the CPUs of a node with GPUs."""
+    job = Job(slurm, tmp_path, SCRIPT, 5, 2)
+    facts = job.end()
+    assert facts["ExitCode"] == "2:0"
+    line = "multinode.sbatch: error: the nodes have GPUs: add --gpus-per-node=..."
+    assert job.output.strip() == line
 
 
 def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
@@ -193,9 +202,10 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 
 def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_path):
     """Both would write one snapshot. Slurm holds the second back."""
-    first = Job(slurm, tmp_path / "1", SCRIPT, 50, 10, stand_in=True)
+    words = ["--gpus-per-node=1", SCRIPT, 50, 10]
+    first = Job(slurm, tmp_path / "1", *words, stand_in=True)
     first.wait_for("torchrun(.|\n)*torchrun")
-    second = Job(slurm, tmp_path / "2", SCRIPT, 50, 10, stand_in=True)
+    second = Job(slurm, tmp_path / "2", *words, stand_in=True)
     second.wait_until(lambda: second.facts["Reason"] == "Dependency", "it runs")
     assert second.facts["JobState"] == "PENDING"
     for job in (first, second):  # and cancelled, they stay cancelled
@@ -205,7 +215,8 @@ def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_p
 
 
 def test_shortly_before_its_time_limit_it_is_requeued(slurm, tmp_path):
-    words = ["--time=1", "--signal=TERM@60", "--nodes=1", SCRIPT, 50, 10]
+    words = ["--time=1", "--signal=TERM@60", "--nodes=1", "--gpus-per-node=1"]
+    words += [SCRIPT, 50, 10]
     job = Job(slurm, tmp_path, *words, stand_in=True)
     job.wait_for_requeue()  # it would be near its limit again, and again
     job.cancel()
@@ -215,13 +226,14 @@ def test_a_node_loses_its_power_and_the_job_goes_on_with_the_other(tmp_path):
     # Defaults: a node is down when it has been silent for 300 s; the processes on the
     # others get SIGKILL 30 s later; two nodes or none.
     short = {"SlurmdTimeout": 10, "MessageTimeout": 10, "KillWait": 2}
-    with slurm_cluster.Slurm(2, tmp_path, gpus=1, **short) as slurm:
-        words = ["--nodes=1-2", "--gpus-per-node=1", SCRIPT, 10**6, 1]
+    with slurm_cluster.Slurm(2, tmp_path, gpus=0, **short) as slurm:
+        words = ["--nodes=1-2", SCRIPT, 10**6, 1]
         job = Job(slurm, tmp_path / "job", *words)
         job.wait_for("epoch 2 saved")
         slurm.nodes[1].unplug()
         job.wait_for_requeue()
         *_, saved = re.findall(r"epoch (\d+) saved", job.output)
         job.wait_for(f"{saved} of {10**6} epochs are finished")
-        assert "1 x cpu, batch 32 each: effective batch 32" in job.output
+        # Without a GPU there are two processes per node.
+        assert "2 x cpu, batch 32 each: effective batch 64" in job.output
         job.wait_for(f"epoch {int(saved) + 1} saved")

@@ -6,9 +6,11 @@ Runs the cases named, or all, and writes outcomes.json; names are joined by comm
 computes in float64, where rounding hides nothing.
 """
 
+import random
 import sys
 from functools import partial
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
@@ -53,6 +55,31 @@ class Counts(Linear):
 
     def set_extra_state(self, state):
         self.count = state["count"]
+
+
+class Draws(nn.Dropout):
+    """It draws from PyTorch, from `random` and from NumPy, as data may."""
+
+    def forward(self, source):
+        if self.training:
+            source = source * (random.random() + numpy.random.rand())
+        return super().forward(source)
+
+
+class Float32Momentum(optim.Optimizer):
+    """Its state has more bits than the weights."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight, dtype=F32)
+                state["momentum"].mul_(0.9).add_(weight.grad)
+                weight.data -= (group["lr"] * state["momentum"]).to(weight.dtype)
 
 
 class Both(optim.Optimizer):
@@ -225,7 +252,7 @@ MODELS = {
     "tied across blocks": tied,
     "tied in the root": tied_in_the_root,
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(12)),
-    "dropout": lambda: mlp(nn.Dropout(0.3)),
+    "random numbers": lambda: mlp(Draws(0.3)),
     "weight_norm": lambda: mlp(weight_norm(Linear(12, 12))),
     "new weight_norm": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
     "spectral_norm": lambda: mlp(parametrizations.spectral_norm(Linear(12, 12))),
@@ -318,6 +345,7 @@ OPTIMIZERS = {
     "groups": groups,
     "some parameters": lambda parameters: optim.SGD(parameters[:1], 0.01),
     "two in one": Both,
+    "float32 momentum": Float32Momentum,
 }
 for name, kind in vars(optim).items():
     if isinstance(kind, type) and optim.Optimizer in kind.__mro__[1:]:
@@ -330,10 +358,12 @@ for name, model in MODELS.items():
     CASES[name] = model, momentum, nn.MSELoss
 for name, (model, loss) in LOSSES.items():
     CASES[name] = model, momentum, loss
-NOT_MLP = [name for name in [*CASES, "SparseAdam"] if name != "MLP"]
+OF_OTHER_MODELS = ["SparseAdam", "float32 momentum"]
+NOT_MLP = [name for name in [*CASES, *OF_OTHER_MODELS] if name != "MLP"]
 for name, optimizer in OPTIMIZERS.items():
     CASES[name] = mlp, optimizer, nn.MSELoss
 CASES["SparseAdam"] = sparse, OPTIMIZERS["SparseAdam"], nn.MSELoss
+CASES["float32 momentum"] = MODELS["bfloat16"], Float32Momentum, nn.MSELoss
 
 
 class Data(list):

@@ -48,8 +48,18 @@ def blocks(train_set, eval_set, _, loss_fn, _optimizer):
     torch.manual_seed(int(os.environ["RANK"]))
     model = Blocks()
     optimizer = torch.optim.Adagrad(
-        model.parameters(), 0.1, initial_accumulator_value=1
+        model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=1
     )
+    return train_set, eval_set, model, loss_fn, optimizer
+
+
+@changes_objects
+def own_options(train_set, eval_set, model, loss_fn, optimizer):
+    """Rank 1 has a rate and a count of steps that must not count."""
+    if os.environ["RANK"] == "1":
+        optimizer.param_groups[0]["lr"] = 0.0
+        for state in optimizer.state.values():
+            state["step"] += 100
     return train_set, eval_set, model, loss_fn, optimizer
 
 

@@ -289,6 +289,18 @@ def test_what_ranks_must_have_in_common(tmp_path):
     assert lines.count(f"{line} saved to s.pt") == 2
 
 
+def test_a_default_dtype_of_16_bits(line_of):
+    """The printed sum of the losses would stand still."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        line = line_of(utils.check_objects, [1], [1], model, optimizer, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert line.startswith("the default dtype has 16 bits")
+
+
 def test_the_parent_loads_no_data(tmp_path):
     """Each rank loads it once: with real data, more costs minutes and gigabytes."""
     line = "    train_set = utils.MyTrainDataset(2048)\n"

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from tests.conftest import needs_hosts
-from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    import_script,
+    noted,
+)
 from tools.run import hosts
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.processes import Program
@@ -26,7 +31,8 @@ HELD = "fsdp:held"
 def test_trains_blocks_as_multinode_does(tmp_path):
     """2 ranks, then 4 that go on, then one of multinode.py: the plain file fits all."""
     multinode = plant("multinode.py", tmp_path / "parent", hooks=[BLOCKS])
-    script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])
+    hooks = [BLOCKS, "fsdp:own_options", HELD]
+    script = plant(NAME, tmp_path / "copy", hooks=hooks)
     chain = [(script, 2), (script, 4), (multinode, 1)]
     pieces = []
     for epochs, (each, nprocs) in enumerate(chain, start=1):
@@ -78,6 +84,7 @@ from variants import fsdp
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = dist.init_device_mesh("cpu", (1,))
 model = torch.nn.Linear(2, 2)
+kept = model.weight
 optimizer = torch.optim.SGD(model.parameters(), 1)
 its_list = optimizer.param_groups[0]["params"]
 optimizer.state[model.weight]["note"] = 3
@@ -86,18 +93,61 @@ print(its_list[0] is model.weight, optimizer.state[model.weight])
 ((weight,),) = fsdp.gather([(model.weight,)])
 print(type(weight))
 print(model(torch.ones(1, 2)).dtype)
+print(kept.square().sum())
 """
 
 
 def test_what_a_reader_adds(tmp_path):
-    """A list that an optimizer keeps, a note in its state, an option, a tuple."""
+    """A list that an optimizer keeps, a note in its state, an option, a tuple.
+
+    And a penalty on a weight that is kept: it must not count 0.
+    """
     (tmp_path / "added.py").write_text(ADDED)
     done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.stdout.splitlines() == [
+        "0 blocks, 0 parameters at most, 6 else",
         "True {'note': 3}",
         "<class 'torch.Tensor'>",
         "torch.bfloat16",
+        "tensor(nan, grad_fn=<SumBackward0>)",
     ], done.stderr
+
+
+def block():
+    return torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2)})
+
+
+class InAttributes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2, 2)
+        self.block1 = block()
+        self.block2 = block()
+        self.head = torch.nn.Linear(2, 2)
+
+
+MODELS = {
+    "a list": torch.nn.ModuleList([block(), block()]),
+    "lists in a list": torch.nn.Sequential(torch.nn.Sequential(block()), block()),
+    "a dict, as in torchtitan": torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleDict({"0": block(), "1": block()})}
+    ),
+    "attributes": InAttributes(),
+    "lists in parts that are alike": torch.nn.ModuleDict(
+        {
+            "encoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block()])}),
+            "decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block()])}),
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_found(name):
+    found = import_script(NAME).blocks_of(MODELS[name])
+    assert len(found) == 2
+    for module in found:
+        assert list(module.state_dict()) == ["linear.weight", "linear.bias"]
 
 
 ODD = """
@@ -128,6 +178,8 @@ for odd in (scalar, empty, of_another_dtype, None):
     shared = model[0].weight
     model[1].weight = shared if odd is None else odd
     refused(fsdp.shard, model, mesh)
+layers = {"a": nn.Linear(2, 2), "b": nn.BatchNorm1d(2), "c": nn.PReLU()}
+refused(fsdp.shard, nn.ModuleDict(layers), mesh)
 for name in ("Adafactor", "Muon", "Rprop"):
     matrix = nn.Linear(2, 2, bias=False)
     optimizer = getattr(torch.optim, name)(matrix.parameters())
@@ -143,6 +195,7 @@ def test_what_fsdp2_refuses_ends_with_a_line(tmp_path):
         "FSDP2 refuses ['weight']",
         "FSDP2 refuses {torch.float",
         "FSDP2 refuses ['weight']",
+        "blocks_of finds none of 3 layers: return them there",
         "Adafactor needs whole parameters",
         "Muon needs whole parameters",
         "Rprop needs whole parameters",

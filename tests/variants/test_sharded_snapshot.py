@@ -12,6 +12,7 @@ from tests.helpers.checks import (
     import_script,
     noted,
 )
+from tests.variants.test_preemptible import ranks
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
@@ -99,6 +100,28 @@ def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
     assert same_bits(changed, undisturbed)
     its_own_group = [True, "gloo", 300]
     assert noted(tmp_path / "changed", "group") == [its_own_group] * 2
+
+
+@pytest.mark.parametrize("name", ["../other", "other", "snapshot.pt.1.0123456g"])
+def test_it_names_no_folder_but_its_own(tmp_path, capsys, name):
+    """The next save removes that folder."""
+    folder_of = import_script(NAME).folder_of
+    path = tmp_path / "snapshot.pt"
+    mine = "snapshot.pt.1.0123456f"
+    assert folder_of({"FOLDER": mine}, path) == str(tmp_path / mine)
+    with pytest.raises(SystemExit):
+        folder_of({"FOLDER": name}, path)
+    line = "names a folder that no script of ours has written"
+    assert line in capsys.readouterr().err
+
+
+def test_a_rank_that_sees_another_disk_ends_before_a_save(tmp_path):
+    script = plant(NAME, tmp_path / "copy")
+    first, second = ranks(script, 2, 1, cwd=tmp_path)
+    assert second.returncode == 2
+    assert re.search("error: rank 0 writes to .*, which this rank", second.stderr)
+    assert first.returncode != 0
+    assert "saved to" not in first.stdout
 
 
 def line_of(name, *changes, cwd):

@@ -96,11 +96,13 @@ def test_two_replicas_of_two_ranks(tmp_path):
 
 
 ODD = LAYERS, LAYERS.replace("16", "15")
+SMALL = "MyTrainDataset(2048)", "MyTrainDataset(31)"
 UNKNOWN = '"2": p', '"4": p'
 WRONG = [
     ("--split 4 does not divide 2 ranks", 4, []),
     ("PLAN names ['4'], the model has ['', '0', '1', '2']", 2, [UNKNOWN]),
     ("--split 2 does not divide 0.weight", 2, [ODD]),
+    ("too few: a step takes 32 of 31 samples, 512 held out", 2, [SMALL]),
 ]
 
 

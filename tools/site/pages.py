@@ -14,7 +14,7 @@ GROUPS = {
     " modern_gpt 7_sharding 8_slower theory glossary",
     "Do": "which_one convert_your_script audit adapt_your_script make_it_real slurm"
     " preflight predict",
-    "When it breaks": "it_hangs troubleshooting when_machines_fail",
+    "When it breaks": "it_hangs troubleshooting messages when_machines_fail",
     "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
     " mixed_precision multinode_spawn diloco real_job preemptible ddp2 tensor_parallel"
     " train_loop",
