@@ -356,22 +356,24 @@ def what_is_wrong(loss, weights):
     loss: a mean over all ranks, the same number on each. weights: {name: parameter}.
     After each step, those of one name should be the same on all ranks that have it.
     Rounding changes a sum of weights by about 1e-7 of their 2-norm, however many they
-    are. If two ranks' sums are 1e-5 of it apart, gradients are not averaged.
+    are. If two ranks are 1e-5 of it apart, they do not average their gradients.
     """
-    sums = {}  # {name: those of the ranks}
+    sums = {}  # {name: [that of each rank]}
     norms = {}
     for found in gather(sums_of(weights)):
         for name, (total, norm) in found.items():
             sums.setdefault(name, []).append(total)
-            norms[name] = norm
+            norms.setdefault(name, []).append(norm)
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     for name, by_rank in sums.items():
         if not math.isfinite(sum(by_rank)):
             return f"{name} has weights that are not finite"
-        if max(by_rank) - min(by_rank) > 1e-5 * norms[name]:
-            shown = ", ".join(f"{total:.6g}" for total in by_rank)
-            return f"{name} differs by rank, sums {shown}"
+        # If a layer's gradients add up to 0, as before a softmax, only the norm tells.
+        for kind, numbers in (("sums", by_rank), ("norms", norms[name])):
+            if max(numbers) - min(numbers) > 1e-5 * max(norms[name]):
+                shown = ", ".join(f"{number:.6g}" for number in numbers)
+                return f"{name} differs by rank, {kind} {shown}"
     return ""
 
 
@@ -398,7 +400,7 @@ def save_atomically(snapshot, path):
         # caught below. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
-            mine = f"{path}.{os.getpid()}"
+            mine = temporary.removesuffix(".tmp")
             os.replace(temporary, mine)
             error(f"another run saves to {path}, too: this run's snapshot is {mine}")
         os.replace(temporary, path)
@@ -470,6 +472,8 @@ def check_snapshot(snapshot, model, optimizer, path):
     Call it before `load_state_dict`. model: the one inside DDP, which was saved.
     """
     hint = "choose another --snapshot-path"
+    if snapshot.get("SAMPLES_RUN"):
+        error(f"{path} was saved inside an epoch: go on with the script that saved it")
     if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
         error(f"{path} belongs to another model: {hint}")
     old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]

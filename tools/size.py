@@ -28,17 +28,17 @@ READ_FIRST = {
     "single_gpu.py": 1_050,
     "multigpu.py": 1_330,
     "multinode.py": 1_340,
-    "utils.py": 2_400,
-    "mingpt/": 13_100,
+    "utils.py": 2_450,
+    "mingpt/": 13_200,
 }
-OWN = {"": 170_000, "tests/": 81_500, "tools/": 30_500}
+OWN = {"": 172_000, "tests/": 81_500, "tools/": 30_500}
 DIFFS = {
     "single_gpu.py multigpu.py": 50,
     "multigpu.py multinode.py": 38,
     "single_gpu.py multinode.py": 54,
     "mingpt/model.py mingpt/modern.py": 100,
 }
-INSIDE_A_VARIANT = 45
+INSIDE_A_VARIANT = 48
 FUNCTIONS_OF_A_VARIANT = 90
 WORDS = 52_000
 WORDS_OF_A_VARIANT = 1_600

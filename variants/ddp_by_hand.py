@@ -229,7 +229,7 @@ def load_train_objs():
     A sample is (source, target). A batch has its samples along dimension 0, and the
     loss is their mean. One optimizer trains the whole model.
     """
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)

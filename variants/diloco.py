@@ -43,7 +43,10 @@ class OuterOptimizer:
             contiguous = tensor.detach().contiguous()  # itself, or a copy
             dist.broadcast(contiguous, src=0)  # as DDP does
             tensor.detach().copy_(contiguous)
-        self.params = list(model.parameters())  # also those unfrozen later
+        self.params = []  # also those that are unfrozen later
+        for param in model.parameters():
+            if param.is_floating_point() or param.is_complex():  # others never train
+                self.params.append(param)
         self.start = flat(self.params)
         self.momentum = torch.zeros_like(self.start)
 
@@ -213,7 +216,7 @@ def load_train_objs():
     A sample is (source, target). A batch has its samples along dimension 0, and the
     loss is their mean. One optimizer trains the whole model.
     """
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)

@@ -175,11 +175,11 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
+        self.samples_run = snapshot.pop("SAMPLES_RUN", 0)
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-        self.samples_run = snapshot.get("SAMPLES_RUN", 0)
 
 
 def catch_sigterm():
@@ -195,7 +195,7 @@ def load_train_objs():
     A sample is (source, target). A batch has its samples along dimension 0, and the
     loss is their mean. One optimizer trains the whole model.
     """
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)

@@ -253,7 +253,7 @@ def load_train_objs():
     A sample is (source, target). A batch has its samples along dimension 0, and the
     loss is their mean. One optimizer trains the whole model.
     """
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set, eval_set = load_digits()
     model = torch.nn.Linear(64, 10)
     # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's

@@ -36,8 +36,9 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has t
 def blocks_of(module, is_block=False):
     """Modules that repeat, in a list or not. FSDP gathers one as its forward begins."""
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-    if is_block and not is_list:
-        return [module]
+    has_forward = type(module).forward is not torch.nn.Module.forward
+    if is_block and has_forward and not is_list:
+        return [module] if [*module.parameters()] else []
     classes = [type(child) for child in module.children()]
     blocks = []
     for child in module.children():
@@ -140,8 +141,15 @@ def save_parts(model, optimizer, folder, group):
 
 def load_parts(model, optimizer, folder):
     """Fill in the rows that this rank holds now, whichever rank has written them."""
-    parts = parts_of(model, optimizer)  # DCP loads into tensors that are there
+    frozen = []  # now, but not when it was saved: DCP would leave their state out
     try:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name, weight in model.named_parameters():
+            state = f"OPTIMIZER_STATE.state.{name}."
+            was_trained = any(key.startswith(state) for key in saved)
+            if was_trained and not weight.requires_grad:
+                frozen.append(weight.requires_grad_())
+        parts = parts_of(model, optimizer)  # DCP loads into tensors that are there
         dcp.load(parts, checkpoint_id=folder)
     except (Exception, dcp.CheckpointException) as reason:  # which is no Exception
         last_line = str(reason).splitlines()[-1]
@@ -156,6 +164,8 @@ def load_parts(model, optimizer, folder):
     for name, weight in model.named_parameters():
         if name in states:  # in the dtype as saved, as utils.load_optimizer does
             optimizer.state[weight] = states[name]
+    for weight in frozen:
+        weight.requires_grad_(False)
 
 
 def shapes_of(model, optimizer):
@@ -259,7 +269,9 @@ class Trainer:
         loss = self.loss_fn(output, targets)
         loss.backward()
         for param in self.model.parameters():
-            if param.requires_grad and param.grad is None:
+            # FSDP gives a part of the gradient. If it has not seen the outputs, because
+            # forward hides them in an object, the gradient stays whole, and is lost.
+            if param.requires_grad and not isinstance(param.grad, DTensor):
                 raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
@@ -342,7 +354,7 @@ def load_train_objs():
     A sample is (source, target). A batch has its samples along dimension 0, and the
     loss is their mean. One optimizer trains the whole model.
     """
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)

@@ -644,7 +644,7 @@ class BestCheckpoints(Callback):
 
 
 def main(args):
-    torch.manual_seed(0)  # the same weights in each run and on each rank
+    utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     model = torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)

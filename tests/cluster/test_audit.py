@@ -30,9 +30,7 @@ class Mistake(NamedTuple):
 WRAPPED = "output = self.ddp_model(source)"
 SET_EPOCH = "        self.train_data.sampler.set_epoch(epoch)\n"
 OPTIMIZER = '            "OPTIMIZER_STATE": self.optimizer.state_dict(),\n'
-SEEDED = (
-    "torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank"
-)
+SEEDED = "utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank"
 MODEL = "model = torch.nn.Linear(20, 1)"
 WRAPPER = "torch.nn.parallel.DistributedDataParallel(self.model)"
 SAMPLER = "torch.utils.data.DistributedSampler(train_set, drop_last=True)"
@@ -111,7 +109,7 @@ MISTAKES = {
     ),
     "one dropout on all ranks": Mistake(
         "multigpu.py",
-        [(MODEL, DROPOUT), (SEEDED, "torch.manual_seed(epoch)")],
+        [(MODEL, DROPOUT), (SEEDED, "utils.seed(epoch)")],
         "random",
         "self.ddp_model(source)",
     ),

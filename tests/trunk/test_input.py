@@ -259,6 +259,11 @@ assert refuse_weights(1, 1.000011)
 assert refuse_weights(-1, 1)
 assert refuse_weights(1, torch.nan)
 
+# The gradients of a layer before a softmax add up to 0: its sum tells nothing.
+model = torch.nn.Linear(2, 1, bias=False)
+model.weight.data = torch.tensor([[1.0 + 1e-4 * rank, -1e-4 * rank]])
+assert told(utils.check_weights, 0.0, model, 1, "s.pt")
+
 # A head that differs is not drowned by a table that does not, trained or frozen.
 for frozen in (False, True):
     model = torch.nn.ModuleDict(
@@ -282,6 +287,8 @@ def test_what_ranks_must_have_in_common(tmp_path):
     start = "ranks.py: error: ranks have different numbers of (training, held-out)"
     assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
     start = "ranks.py: error: epoch 1: weight differs by rank, sums 1, 1.00001,"
+    assert lines.count(f"{start} not saved to s.pt") == 2
+    start = "ranks.py: error: epoch 1: weight differs by rank, norms 1, 1.0001,"
     assert lines.count(f"{start} not saved to s.pt") == 2
     start = "ranks.py: error: epoch 1: head.bias differs by rank, sums 1, 1.0001,"
     assert lines.count(f"{start} not saved to s.pt") == 4

@@ -14,7 +14,7 @@ from tools.scripts import ROOT
 NAME = "variants/diloco.py"
 OPTIONS = ("--local-steps", 5, "--outer-lr", 0.7, "--outer-momentum", 0.9)
 BATCH = 32
-SEED = ("torch.manual_seed(0)", "torch.manual_seed(utils.torchrun_env()[0])")
+SEED = ("utils.seed(0)", "torch.manual_seed(utils.torchrun_env()[0])")
 LINEAR = "model = torch.nn.Linear(20, 1)"
 MOMENTUM = "momentum=0.9)"
 DEEP = "nn = torch.nn; model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 1))"

@@ -65,13 +65,14 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
         twice = 30 * 30 + 30
         last = 30 * 2 + 2
         scale = 2
-        # Each block as it is sharded, and the bytes that are whole until then.
+        # Each block as it is sharded, and the bytes that are whole until then: one NaN
+        # takes the place of each parameter that was sharded.
         assert held["whole"] == [
-            ["Sequential", 4 * (first + twice + last + scale)],
-            ["Linear", 4 * (twice + last + scale)],
-            ["Linear", 4 * (last + scale)],
-            ["Blocks", 4 * scale],
-            ["", 0],
+            ["Linear", 4 * (first + twice + last + scale)],
+            ["Linear", 4 * (2 + twice + last + scale)],
+            ["Linear", 4 * (4 + last + scale)],
+            ["Blocks", 4 * (6 + scale)],
+            ["", 4 * 7],
         ]
 
 
@@ -113,30 +114,35 @@ def test_what_a_reader_adds(tmp_path):
     ], done.stderr
 
 
-def block():
-    return torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2)})
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, source):
+        return self.linear(source)
 
 
 class InAttributes(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(2, 2)
-        self.block1 = block()
-        self.block2 = block()
+        self.block1 = Block()
+        self.block2 = Block()
         self.head = torch.nn.Linear(2, 2)
 
 
 MODELS = {
-    "a list": torch.nn.ModuleList([block(), block()]),
-    "lists in a list": torch.nn.Sequential(torch.nn.Sequential(block()), block()),
+    "a list": torch.nn.ModuleList([Block(), Block()]),
+    "lists in a list": torch.nn.Sequential(torch.nn.Sequential(Block()), Block()),
     "a dict, as in torchtitan": torch.nn.ModuleDict(
-        {"layers": torch.nn.ModuleDict({"0": block(), "1": block()})}
+        {"layers": torch.nn.ModuleDict({"0": Block(), "1": Block()})}
     ),
     "attributes": InAttributes(),
     "lists in parts that are alike": torch.nn.ModuleDict(
         {
-            "encoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block()])}),
-            "decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block()])}),
+            "encoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Block()])}),
+            "decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Block()])}),
         }
     ),
 }

@@ -30,7 +30,7 @@ MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear
     model[0].weight.data = torch.randn(16, 40)[:, ::2]
     model[3].requires_grad_(False)
 """
-SEED = "torch.manual_seed(0)", 'torch.manual_seed(int(os.environ["RANK"]))'
+SEED = "utils.seed(0)", 'torch.manual_seed(int(os.environ["RANK"]))'
 
 
 @pytest.mark.waits
