@@ -43,10 +43,9 @@ def ddp_setup(device):
     )
 
 
-ASK_EVERY = 10  # steps. Each question costs a message to every rank and back.
-
-
 class Trainer:
+    ask_every = 10  # steps. Each question costs a message to every rank and back.
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -128,7 +127,7 @@ class Trainer:
         steps = min(until_evaluation, self.steps - self.steps_run)
         show_every = max(1, self.eval_every // 20)
         for source, targets in itertools.islice(self.train_data, steps):
-            if self.steps_run % ASK_EVERY == 0:
+            if self.steps_run % self.ask_every == 0:
                 self._stop_if_told()
             utils.seed(hash((sampler.seed, self.steps_run, sampler.replica)))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)

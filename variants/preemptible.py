@@ -39,10 +39,9 @@ class ResumableSampler(torch.utils.data.DistributedSampler):
         return super().__len__() - self.start
 
 
-ASK_EVERY = 10  # steps. Each question costs a message to every rank and back.
-
-
 class Trainer:
+    ask_every = 10  # steps. Each question costs a message to every rank and back.
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -99,7 +98,7 @@ class Trainer:
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         for step, (source, targets) in enumerate(self.train_data):
-            if step % ASK_EVERY == 0:
+            if step % self.ask_every == 0:
                 self._stop_if_told()
             utils.seed(hash((epoch, self.samples_run, dist.get_rank())))
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
@@ -109,6 +108,14 @@ class Trainer:
         dist.all_reduce(loss_sum, dist.ReduceOp.AVG)  # averages over ranks, in place
         # .item() waits for the device. In each step, it would slow the training down.
         return loss_sum.item() / max(1, len(self.train_data))
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        output = self.ddp_model(source)  # self.model, but backward() averages gradients
+        loss = self.loss_fn(output, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
     def _stop_if_told(self):
         """Save and end, all ranks at the same step, if SIGTERM came to one."""
@@ -121,14 +128,6 @@ class Trainer:
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
             open(f"{self.snapshot_path}.preempted", "w").close()
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
-
-    def _run_batch(self, source, targets):
-        self.optimizer.zero_grad()
-        output = self.ddp_model(source)  # self.model, but backward() averages gradients
-        loss = self.loss_fn(output, targets)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
     @torch.no_grad()
     def _evaluate(self):

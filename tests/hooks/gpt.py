@@ -25,7 +25,7 @@ from mingpt import options, train
 DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
 RANK = os.environ.get("RANK", "0")
-train.ASK_EVERY = int(os.environ.get("ASK_EVERY", train.ASK_EVERY))
+train.Trainer.ask_every = int(os.environ.get("ASK_EVERY", 10))
 run_batch = train.Trainer._run_batch
 load_train_objs = train.load_train_objs
 save_atomically = utils.save_atomically

@@ -67,7 +67,7 @@ def trained(folder):
 def script(tmp_path_factory):
     """A copy that notes what it does and stops where the test says, with dropout."""
     folder = tmp_path_factory.mktemp("copy")
-    often = "ASK_EVERY = 10", "ASK_EVERY = 1"
+    often = "ask_every = 10", "ask_every = 1"
     return plant(NAME, folder, often, hooks=["preemption"])
 
 
