@@ -82,6 +82,11 @@ class Float32Momentum(optim.Optimizer):
                 weight.data -= (group["lr"] * state["momentum"]).to(weight.dtype)
 
 
+class Output:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Both(optim.Optimizer):
     """One parameter is SGD's, the others are Adam's."""
 
@@ -237,6 +242,25 @@ def odd_buffers():
     )
 
 
+def large_integers():
+    """They are frozen, and no float holds them."""
+
+    def forward(net, source):
+        return net.layer(source)
+
+    numbers = nn.Parameter(torch.tensor([2**53 + 1]), requires_grad=False)
+    return Net(forward, layer=Linear(20, 1), numbers=numbers)
+
+
+def in_an_object():
+    """Nobody finds the tensor in the output, but the loss."""
+
+    def forward(net, source):
+        return Output(net.layer(source))
+
+    return Net(forward, layer=Linear(20, 1))
+
+
 def sparse():
     def forward(net, source):
         return net.bag((source > 0).long())
@@ -269,6 +293,7 @@ MODELS = {
     ),
     "mixed in the root": mixed_in_the_root,
     "odd buffers": odd_buffers,
+    "large integers": large_integers,
     "frozen": lambda: Sequential(Linear(20, 8).requires_grad_(False), Linear(8, 1)),
     "unused on one rank": lambda: sometimes(lambda step: utils.get_rank() == 0),
     "unused on all ranks": lambda: sometimes(lambda step: False),
@@ -309,7 +334,15 @@ def with_a_parameter():
     return Net(forward, factor=weight())
 
 
+def of_an_object():
+    def forward(_, output, targets):
+        return F.mse_loss(output.tensor, targets)
+
+    return Net(forward)
+
+
 LOSSES = {
+    "output in an object": (in_an_object, of_an_object),
     "dict of losses": (lambda: heads(1), sum_of_losses),
     "one head overflows": (lambda: heads(1e200), sum_of_losses),
     "class weights": (

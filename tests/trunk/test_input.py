@@ -296,6 +296,12 @@ def test_what_ranks_must_have_in_common(tmp_path):
     assert lines.count(f"{line} saved to s.pt") == 2
 
 
+def test_a_snapshot_that_was_saved_inside_an_epoch(line_of):
+    """By preemptible.py. Others would train the samples before it twice."""
+    line = line_of(utils.check_snapshot, {"SAMPLES_RUN": 64}, None, None, "s.pt")
+    assert line.startswith("s.pt was saved inside an epoch: ")
+
+
 def test_a_default_dtype_of_16_bits(line_of):
     """The printed sum of the losses would stand still."""
     model = torch.nn.Linear(1, 1)

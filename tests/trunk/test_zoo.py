@@ -84,6 +84,9 @@ gradient_accumulation | ignore_index | differs by 0.08 and 0.02 | parts divide
 mixed_precision | with float32 | differs by 0.002 and 0.003 | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
 diloco | unused | RuntimeError: a parameter has no gradient | as DDP
+ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
+real_job | output in an object | AttributeError: 'Output' | it counts right classes
+sharded | output in an object | RuntimeError: a parameter has no | FSDP does not see it
 sharded | unused | RuntimeError: a parameter has no gradient | as DDP
 sharded, preemptible | unused on one rank | not run | it waits until a time-out
 sharded | tied across blocks, scalar, zero-size | Refused: FSDP2 refuses | it cuts rows

@@ -93,6 +93,16 @@ def test_any_layout_of_a_weight_and_any_state_of_an_optimizer(tmp_path):
     assert column_by_column == pytest.approx(row_by_row, rel=1e-4)
 
 
+def test_integers_stay_as_they_are(tmp_path):
+    """They are frozen parameters. As float32, in an average, they would be rounded."""
+    large = "torch.tensor([2**24 + 1]), requires_grad=False"
+    numbers = f"{LINEAR}; model.numbers = torch.nn.Parameter({large})"
+    script = plant(NAME, tmp_path / "copy", (LINEAR, numbers))
+    train(script, 1, 1, *OPTIONS, cwd=tmp_path)
+    model = load(tmp_path / "snapshot.pt")["MODEL_STATE"]
+    assert model["numbers"].item() == 2**24 + 1
+
+
 def test_a_layer_that_rank_0_does_not_use(tmp_path):
     """Its state would be missing there, and gloo would average it with another's."""
     used = "output = self.model(source)\n        loss"

@@ -76,6 +76,27 @@ def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.001
 
 
+def test_what_was_unfrozen_resumes_with_its_state(tmp_path):
+    """In a new process it is frozen again, until its epoch comes."""
+    model = "    model = torch.nn.Linear(20, 1)\n"
+    epoch = "            train_loss = self._run_epoch(epoch)\n"
+    script = plant(
+        NAME,
+        tmp_path / "copy",
+        (model, f"{model}    model.bias.requires_grad_(False)\n"),
+        (
+            epoch,
+            "            self.model.reshard()\n"
+            f"            self.model.bias.requires_grad_(epoch > 0)\n{epoch}",
+        ),
+    )
+    (tmp_path / "whole").mkdir()
+    whole = train(script, 3, 3, cwd=tmp_path / "whole")
+    first = train(script, 2, 2, cwd=tmp_path)
+    second = train(script, 3, 3, cwd=tmp_path)
+    assert losses(first) + losses(second) == losses(whole)
+
+
 @pytest.mark.parametrize(
     ("moment", "saved"), [("parts", 1), ("pointer", 1), ("old", 2), ("error", 1)]
 )
