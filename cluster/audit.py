@@ -231,7 +231,7 @@ needs = a DDP wrapper
 why = It has gradients, and keeps its first values for ever.
 fix = Make the optimizer after the last layer is in its place, from all parameters;
     freeze what you do not train by requires_grad_(False).
-help = adapt_your_script.md#look-up-what-your-script-has
+help = adapt_your_script.md#look-up-the-parts-of-your-script
 
 [zeroed]
 rule = alone

@@ -23,7 +23,9 @@ LAYERS = """\
 PLAN = '{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}'
 RATE = "lr=0.001", "lr=0.01"
 PAGE = (ROOT / "docs/tensor_parallel.md").read_text()
-CLIPPING = re.search("```python\n(weights = .*?)```", PAGE, re.S)[1]
+# {what the page's code begins with: the code}
+FENCES = {code.split()[0]: code for code in re.findall("(?s)```python\n(.*?)```", PAGE)}
+CLIPPING = FENCES["groups"]
 # Layers that stay whole, a frozen one, weights in another order of memory.
 MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
@@ -172,6 +174,54 @@ def test_what_a_reader_adds(tmp_path):
     done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
     lines = ["10", "nan 4", "3", "True 3 True", "<class 'torch.Tensor'>"]
     assert done.stdout.splitlines() == lines, done.stderr
+
+
+SHARDED = f"""
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, parallel
+
+dist.init_process_group("gloo")
+device = torch.device("cpu")
+replicas = split = 2
+PLAN = {{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}}
+
+def make():
+    torch.manual_seed(0)
+    nn = torch.nn
+    layers = nn.Linear(20, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
+    return nn.Sequential(*layers).double()
+
+def step(model, source):
+    model.zero_grad()
+    model(source).square().sum(1).mean().backward()
+
+def clip(model):
+{indent(CLIPPING.replace("self.", ""), "    ")}
+whole = make()
+whole_optimizer = torch.optim.AdamW(whole.parameters())
+model = make()
+{FENCES["names"]}
+for _ in range(3):
+    source = torch.randn(8, 20).double()
+    step(whole, source)
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    whole_optimizer.step()
+    step(model, source[mesh["replica"].get_local_rank() :: replicas])
+    clip(model)
+    optimizer.step()
+for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=1e-12)
+"""
+
+
+def test_fsdp_over_the_replicas_trains_the_same(tmp_path):
+    """Four ranks train the model of one device, with the page's lines."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    words = ["torchrun", "--standalone", "--nproc-per-node=4", "sharded.py"]
+    done = Program(words, tmp_path).finish()
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):

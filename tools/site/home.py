@@ -9,11 +9,11 @@ from tools.site.pages import has, parse, right_output
 
 # Whose diffs come first: each of these texts is in one of them, with what goes wrong.
 MISTAKES = {
-    "ddp_model(source)": "With self.model, each device trains a model of its own.",
-    "set_epoch": "Without set_epoch, every epoch has the order of the first: a lower"
-    " loss by luck, of another training.",
     "RandomSampler": "With RandomSampler, all devices take the same samples: a lower"
     " loss in twice as many steps, but your second device does nothing new.",
+    "set_epoch": "Without set_epoch, every epoch has the order of the first: a lower"
+    " loss by luck, of another training.",
+    "ddp_model(source)": "With self.model, each device trains a model of its own.",
 }
 
 
@@ -39,11 +39,13 @@ def mistake(text, old, new, explained):
     right = page.output_of(right_output(page, blocks[0]))
     wrong = page.output_of(blocks[0])
     others = "\n".join(map(page.output_of, blocks[1:]))
+    epoch, *held_out = losses(right, wrong)[-1]
     return {
         "heading": heading,
         "id": f"why-{name}-{anchor}",
         "diff": re.sub("(>[-+]) +", r"\1 ", diff_html(old, new, hunk.lines)),
-        "losses": losses(right, wrong)[-1],
+        "epoch": epoch,
+        "losses": [f"{float(loss):.3f}" for loss in held_out],
         "what": MISTAKES[text],
         "stops": "error:" in wrong,
         "audit": re.findall(r"(?m)^\S+: MISTAKE.*", others),
