@@ -22,7 +22,7 @@ NAME = "variants/sharded_snapshot.py"
 
 def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tmp_path):
     """multinode.py, 2 ranks, 4, and the lines of the chapter for single_gpu.py."""
-    page = (ROOT / "docs/7_sharding.md").read_text()
+    page = (ROOT / "docs/sharded_snapshot.md").read_text()
     after = page.partition("## Make one file of the parts")[2]
     code = re.search(r"```python\n(.*?)```", after, re.S)[1]
     (tmp_path / "one_file.py").write_text(code)

@@ -17,7 +17,7 @@ GROUPS = {
     "When it breaks": "it_hangs troubleshooting messages when_machines_fail",
     "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
     " mixed_precision multinode_spawn diloco real_job preemptible ddp2 tensor_parallel"
-    " train_loop",
+    " sharded_snapshot train_loop",
     "Evidence": "what_is_proven",
 }
 GROUPS = {group: names.split() for group, names in GROUPS.items()}
