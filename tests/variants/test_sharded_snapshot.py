@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.helpers.checks import (
     assert_same_losses,
@@ -12,6 +13,8 @@ from tests.helpers.checks import (
     import_script,
     noted,
 )
+from tests.helpers.forked import in_a_fork
+from tests.helpers.zoo import Float32Momentum
 from tests.variants.test_preemptible import ranks
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits
@@ -95,6 +98,29 @@ def test_what_was_unfrozen_resumes_with_its_state(tmp_path):
     first = train(script, 2, 2, cwd=tmp_path)
     second = train(script, 3, 3, cwd=tmp_path)
     assert losses(first) + losses(second) == losses(whole)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@in_a_fork
+def test_the_optimizer_gets_what_was_saved(tmp_path):
+    """Not what PyTorch makes of it: its momentum in the dtype of the weights."""
+    sharded_snapshot = import_script(NAME)
+
+    def make():
+        model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+        return model, Float32Momentum(model.parameters())
+
+    model, optimizer = make()
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    saved = torch.rand(1, 2)
+    optimizer.state[model.weight]["momentum"] = saved
+    folder = tmp_path / "folder"
+    dcp.save(sharded_snapshot.parts_of(model, optimizer), checkpoint_id=folder)
+    model, optimizer = make()
+    sharded_snapshot.load_parts(model, optimizer, folder)
+    loaded = optimizer.state[model.weight]["momentum"]
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
