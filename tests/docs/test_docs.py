@@ -10,6 +10,7 @@ from tools.files import copy_tree
 from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
 from tools.site.pages import READING_ORDER, TEST, page_names, parse
+from tools.site.pictures import draw, held_out_losses
 
 PAGES = page_names()
 MORE_PAGES = ["tests/README.md", "benchmarks/README.md"]
@@ -97,6 +98,11 @@ def test_which_one_names_every_script():
         stem = Path(name).stem
         if "/" in name:
             assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
+
+
+def test_the_picture_of_the_samples_is_as_drawn():
+    """By PyTorch's samplers, with the losses that chapter 2 prints."""
+    assert text_of("docs/pictures/samples.svg") == draw(held_out_losses())
 
 
 def test_every_page_is_in_one_group():
