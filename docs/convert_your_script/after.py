@@ -163,8 +163,8 @@ def main():
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
         # Order and random numbers follow from the epoch: a resumed run repeats them.
-        sampler.set_epoch(epoch)
         # Do your data draw from `random` or NumPy? Seed them here, too.
+        sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch * world_size + rank)
 
         train(args, ddp_model, device, train_loader, optimizer, epoch)
