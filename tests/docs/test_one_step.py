@@ -19,6 +19,7 @@ USUAL = {
     "machines": 8,
     "gpus": 8,
     "gbit": 100,
+    "inside": 450,
 }
 LOOK = """([v, width]) => {
     const [svg, words] = draw(v, width);
@@ -34,6 +35,7 @@ def inputs(count):
         step_ms = 10 ** chance.uniform(0, 4)
         machines = 10 ** chance.uniform(0, 3.6)
         gbit = 10 ** chance.uniform(-1, 3.5)
+        inside = 10 ** chance.uniform(0, 3.2)
         yield {
             "parameters": round(parameters),
             "step-ms": step_ms,
@@ -41,6 +43,7 @@ def inputs(count):
             "machines": int(machines),
             "gpus": chance.randint(1, 16),
             "gbit": gbit,
+            "inside": inside,
         }
 
 
@@ -58,7 +61,7 @@ def test_it_says_what_predict_says(visit):
     tab = visit("predict.html")
     limits = set()
     for values in [USUAL, *inputs(200)]:
-        parameters, ms, _, nodes, gpus, gbit = values.values()
+        parameters, ms, _, nodes, gpus, gbit, inside = values.values()
         size = 4 * parameters
         job = Job(
             compute=ms / 1e3,
@@ -72,7 +75,7 @@ def test_it_says_what_predict_says(visit):
         cluster = Cluster(
             gpus=gpus,
             link=gbit * 1e9 / 8,
-            inside=450e9,
+            inside=inside * 1e9,
             latency=1e-5,
             jitter=0,
             algorithm=None,
@@ -116,16 +119,20 @@ def test_sliders_and_addresses(visit):
     heading = tab.get_by_role("heading", name="Draw one step").bounding_box()
     assert 0 < heading["y"] < 100
     figure = tab.locator(".draw-one-step")
-    assert "too large" in figure.locator("svg").text_content()
+    headline = figure.locator("svg .h").text_content()
+    assert headline.startswith("DDP does not fit: HSDP does, ")
     assert "gpus=nonsense (takes 1 to 16)" in figure.text_content()
     slider = figure.get_by_role("slider", name="GPU memory")
     slider.press("End")
     assert slider.get_attribute("aria-valuetext") == "288 GB"
     status = figure.get_by_role("status").text_content()
     assert status.endswith("DDP fits; activations come on top.")
-    assert "too large" not in status
+    assert "does not fit" not in status
     values = "parameters=7e9&step-ms=640&memory-gb=288&machines=8&gpus=8&gbit=400"
+    values += "&inside=450"
     assert tab.url.endswith(f"predict.html#{values}")
     tab.goto(tab.url)
     assert figure.get_by_role("status").text_content() == status
+    figure.get_by_role("button", name="70B").click()
+    assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
     check_barriers(tab)

@@ -2,10 +2,10 @@
 // names, and their picture. tests/docs/test_one_step.py compares both with predict.py.
 "use strict";
 
-const [LATENCY, HOP, INSIDE, LAYERS, BACKWARD] = [1e-5, 3e-6, 450e9, 24, 2 / 3];
-const send = (size, [between, inside], nodes, { gpus, link, latency }) =>
-  size / Math.min(...(nodes > 1 ? [link] : []), ...(gpus > 1 ? [INSIDE] : []))
-  + between * latency + inside * Math.min(HOP, latency);
+const [LATENCY, HOP, LAYERS, BACKWARD] = [1e-5, 3e-6, 24, 2 / 3];
+const send = (size, [between, within], nodes, { gpus, link, inside, latency }) =>
+  size / Math.min(...(nodes > 1 ? [link] : []), ...(gpus > 1 ? [inside] : []))
+  + between * latency + within * Math.min(HOP, latency);
 const ring = (passes, size, nodes, cluster, ranks = nodes * cluster.gpus) =>
   passes * send(size * (ranks - 1) / ranks, [nodes - 1, ranks - nodes], nodes, cluster);
 const allReduce = (size, nodes, cluster) => Math.min(ring(2, size, nodes, cluster),
@@ -37,7 +37,7 @@ function fsdp({ compute, bytes }, nodes, cluster, hybrid) {
 // All that the picture shows. A way: [seconds of a step, efficiency, what limits it].
 function predict(v) {
   const job = { compute: v["step-ms"] / 1e3, bytes: 4 * v.parameters }, nodes = v.machines, { gpus } = v;
-  const ways = {}, ranks = nodes * gpus, cluster = { gpus, link: v.gbit * 1e9 / 8, latency: LATENCY };
+  const ways = {}, ranks = nodes * gpus, cluster = { gpus, link: v.gbit * 1e9 / 8, inside: v.inside * 1e9, latency: LATENCY };
   const forward = (1 - BACKWARD) * job.compute, sent = buckets(job, nodes, cluster);
   for (const way of ["DDP", "HSDP", "FSDP"]) {
     const [atOnce, step] = [{ ...cluster, latency: 0 }, cluster].map((x) => way === "DDP"
@@ -63,15 +63,16 @@ function draw(v, width) {
   const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
   const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
   const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
-  const told = [`GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
   const fits = (parts) => sum(parts) <= v["memory-gb"], first = memory.find((z) => fits(z[1]))?.[0];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (z) => `${(100 * z[1]).toFixed(1)} %`;
-  const head = first === "DDP" ? `DDP is ${percent(ways.DDP)} efficient` : `DDP is too large (${percent(ways.DDP)})`;
+  const told = [`${first === "DDP" ? "" : "with DDP, "}GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
+  const other = ways[first] ? `${first} does, ${percent(ways[first])} efficient` : first ? `${first} does` : "no way does";
+  const head = first === "DDP" ? `DDP is ${percent(ways.DDP)} efficient` : `DDP does not fit: ${other}`;
   put(32, [head], "ink b h");
   put(55, fold(told), limit === "compute" ? "ink b" : "red b");
   put(wide ? 74 : 93, fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
-    `${digits(v.gbit)} Gbit/s, ${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
+    `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside, ${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   let y = wide ? 104 : 142;
   put(y, ["Each GPU computes"], "ink b");
   for (const [from, to, color, words, kind] of [[left, begin, "plain", "forward", "ink mid"],
@@ -115,16 +116,24 @@ const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
   gbit: ["Link between machines", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
+  inside: ["Link inside a machine", " GB/s", 450, [1, 2, 5, 10, 16, 25, 32, 50, 64, 100, 150, 200, 300, 450, 900, 1800]],
 });
+const PRESETS = { // steps of 32,768 tokens (8B: 16,384, 70B: 8,192) at 400 TFLOP/s
+  "GPT-2": { parameters: 124e6, "step-ms": 61, "memory-gb": 40 },
+  "1.3B": { parameters: 1.3e9, "step-ms": 640, "memory-gb": 40 },
+  "8B": { parameters: 8e9, "step-ms": 1966, "memory-gb": 80 },
+  "70B": { parameters: 70e9, "step-ms": 8602, "memory-gb": 80 },
+};
 
 function explore(picture) {
   const figure = document.createElement("figure"), values = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[2]]));
   figure.className = "draw-one-step";
-  figure.innerHTML = `<form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
+  const presets = Object.keys(PRESETS).map((name) => `<button type="button">${name}</button>`).join(" ");
+  figure.innerHTML = `<p class="presets">${presets}</p><form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
     + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><em></em><div></div>`
-    + '<p><a>Link to this picture</a></p><p><code></code></p><span role="status"></span>';
+    + '<p><a>Link to this picture</a></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
-  const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, span");
+  const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name]) : digits(values[name]) + unit;
@@ -134,7 +143,7 @@ function explore(picture) {
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
     command.innerHTML = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
-      + ` --link ${values.gbit}Gbit --nodes ${values.machines} --gpus ${values.gpus}`.replace(/--\S+ \S+/g, "<span>$&</span>");
+      + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`.replace(/--\S+ \S+/g, "<span>$&</span>");
   };
   const read = () => {
     const asked = new URLSearchParams(location.hash.slice(1)), ignored = [];
@@ -148,8 +157,12 @@ function explore(picture) {
   };
   form.oninput = ({ target: { name, value } }) => {
     values[name] = Object.fromEntries(FIELDS)[name][3][value];
-    show();
-    history.replaceState(null, note.textContent = "", link.href);
+    changed();
+  };
+  const changed = () => (show(), history.replaceState(null, note.textContent = "", link.href));
+  figure.onclick = ({ target }) => {
+    if (PRESETS[target.textContent]) changed(Object.assign(values, PRESETS[target.textContent]));
+    else if (target.textContent === "Copy") navigator.clipboard?.writeText(command.textContent);
   };
   for (const change of ["hashchange", "resize"]) addEventListener(change, read);
   read();
