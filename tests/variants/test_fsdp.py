@@ -48,6 +48,11 @@ def test_trains_blocks_as_multinode_does(tmp_path):
     assert_same_weights(tmp_path / "snapshot.pt", whole / "snapshot.pt")
 
 
+def test_one_rank_says_what_is_sharded(runs):
+    _, done = runs(NAME)
+    assert done.stdout.count("0 blocks, 0 parameters at most, 21 else\n") == 1
+
+
 def test_a_rank_holds_its_share_of_the_rows(tmp_path):
     """Of weights, gradients and state. Nothing that was sharded stays whole."""
     script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])

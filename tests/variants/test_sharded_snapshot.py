@@ -103,24 +103,33 @@ def test_what_was_unfrozen_resumes_with_its_state(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @in_a_fork
 def test_the_optimizer_gets_what_was_saved(tmp_path):
-    """Not what PyTorch makes of it: its momentum in the dtype of the weights."""
+    """Not what PyTorch makes of it: its momentum in the dtype of the weights.
+
+    Also that of a bias that is frozen when it is loaded. One weight is never trained.
+    """
     sharded_snapshot = import_script(NAME)
 
     def make():
         model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
-        return model, Float32Momentum(model.parameters())
+        model.never = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        return model, Float32Momentum([model.weight, model.bias])
 
     model, optimizer = make()
     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    saved = torch.rand(1, 2)
-    optimizer.state[model.weight]["momentum"] = saved
+    saved = [torch.rand(1, 2), torch.rand(1)]
+    for weight, momentum in zip(optimizer.state, saved, strict=True):
+        optimizer.state[weight]["momentum"] = momentum
     folder = tmp_path / "folder"
     dcp.save(sharded_snapshot.parts_of(model, optimizer), checkpoint_id=folder)
     model, optimizer = make()
+    model.bias.requires_grad_(False)
     sharded_snapshot.load_parts(model, optimizer, folder)
-    loaded = optimizer.state[model.weight]["momentum"]
+    loaded = [
+        optimizer.state[weight]["momentum"] for weight in (model.weight, model.bias)
+    ]
     torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    assert not model.bias.requires_grad
 
 
 @pytest.mark.parametrize(
