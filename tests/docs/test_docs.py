@@ -9,8 +9,8 @@ import pytest
 from tools.files import copy_tree
 from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
+from tools.site import pictures
 from tools.site.pages import READING_ORDER, TEST, page_names, parse
-from tools.site.pictures import draw, held_out_losses
 
 PAGES = page_names()
 MORE_PAGES = ["tests/README.md", "benchmarks/README.md"]
@@ -100,9 +100,12 @@ def test_which_one_names_every_script():
             assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
 
 
-def test_the_picture_of_the_samples_is_as_drawn():
-    """By PyTorch's samplers, with the losses that chapter 2 prints."""
-    assert text_of("docs/pictures/samples.svg") == draw(held_out_losses())
+def test_two_pictures_are_as_drawn():
+    """By PyTorch's samplers, and from what chapters 2 and 3 print."""
+    samples = pictures.draw_samples(pictures.held_out_losses())
+    assert text_of("docs/pictures/samples.svg") == samples
+    killed_run = pictures.draw_killed_run(*pictures.killed_and_whole())
+    assert text_of("docs/pictures/killed_run.svg") == killed_run
 
 
 def test_every_page_is_in_one_group():

@@ -1,10 +1,12 @@
-"""Draw docs/pictures/samples.svg: which device takes which sample, in three epochs.
+"""Draw two pictures of docs/pictures from PyTorch's samplers and what the pages print.
 
 python -m tools.site.pictures
 
-The samplers are PyTorch's, over 16 samples. The losses are those of chapter 2.
+samples.svg: which device takes which of 16 samples in three epochs, and chapter 2's
+losses. killed_run.svg: chapter 3's run, killed and resumed, on the one that was not.
 """
 
+import math
 import re
 
 import torch
@@ -23,8 +25,11 @@ text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-se
 .b{font-weight:700}.h{font-size:16px;font-weight:700}
 .n{font-size:11px;text-anchor:middle}
 .card{fill:#ffffff}.ok{fill:#d3e5fb}.bad{fill:#ffd7d5}.ink{fill:#1f2328}
+.whole{fill:none;stroke:#9aa4af;stroke-width:6}.ring{fill:none;stroke:#b35900}
+.dot{fill:#1f6feb}.back{fill:none;stroke:#b35900;stroke-width:2}
 @media (prefers-color-scheme:dark){
-.card{fill:#15191f}.ok{fill:#173a63}.bad{fill:#5d1f24}.ink{fill:#e6edf3}}
+.card{fill:#15191f}.ok{fill:#173a63}.bad{fill:#5d1f24}.ink{fill:#e6edf3}
+.ring,.back{stroke:#f0a35e}.dot{fill:#6ea8fe}}
 """
 
 
@@ -77,10 +82,27 @@ def square(x, y, sample, kind):
     return box + write(x + SIDE // 2, y + 15, sample, "ink n")
 
 
-def draw(losses):
-    """The picture as SVG. losses: a text for each of CASES."""
-    title = "Two devices share 16 samples: who takes which, step by step?"
-    lines = [write(20, 30, title, "ink h"), write(752, 58, "loss")]
+def picture(title, words, width, height, lines):
+    """An SVG. words: what it shows, for those who do not see it."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"'
+            ' aria-labelledby="title desc">',
+            f'<title id="title">{title}</title>',
+            f'<desc id="desc">{words}</desc>',
+            f"<style>{STYLE}</style>",
+            f'<rect width="{width}" height="{height}" rx="8" class="card"/>',
+            write(20, 30, title, "ink h"),
+            *lines,
+            "</svg>\n",
+        ]
+    )
+
+
+def draw_samples(losses):
+    """losses: a text for each of CASES."""
+    lines = [write(752, 58, "loss")]
     lines += [write(left_of(epoch), 58, f"epoch {epoch + 1}") for epoch in EPOCHS]
     words = []
     for number, (name, what, order, is_wrong) in enumerate(CASES):
@@ -88,27 +110,65 @@ def draw(losses):
         lines.append(write(20, top + 18, name, "ink b"))
         lines.append(write(20, top + 38, what))
         lines.append(write(752, top + 27, losses[number], "ink b"))
-        words.append(f"{name}: {what}, loss {losses[number]}")
+        words.append(f"{name}: {what}, loss {losses[number]}.")
         for epoch in EPOCHS:
             for device in DEVICES:
                 kind = "bad" if is_wrong(epoch, device) else "ok"
                 for step, sample in enumerate(order(epoch, device)[:STEPS]):
                     place = (left_of(epoch) + SIDE * step, top + SIDE * device)
                     lines.append(square(*place, sample, kind))
-    return "\n".join(
-        [
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 280" width="820"'
-            ' height="280" role="img" aria-labelledby="title desc">',
-            f'<title id="title">{title}</title>',
-            f'<desc id="desc">{". ".join(words)}.</desc>',
-            f"<style>{STYLE}</style>",
-            '<rect width="820" height="280" rx="8" class="card"/>',
-            *lines,
-            "</svg>\n",
-        ]
-    )
+    title = "Two devices share 16 samples: who takes which, step by step?"
+    return picture(title, " ".join(words), 820, 280, lines)
+
+
+def killed_and_whole():
+    """Chapter 3's [(epoch, held-out loss)] of the killed run's two attempts and of the
+    run that was not killed."""
+    page = parse("docs/3_fault_tolerance.md")
+    [killed] = [block for block in page.blocks if "os.kill" in str(block.faults)]
+    runs = page.output_of(killed).split("2 of 6 epochs are finished")
+    runs.append(page.output_of(right_output(page, killed)))
+    found = [re.findall(r"epoch (\d)/6 .* held-out loss (\S+)", run) for run in runs]
+    return [[(int(epoch), float(loss)) for epoch, loss in run] for run in found]
+
+
+def draw_killed_run(first, second, whole):
+    def x(epoch):
+        return 60 + 110 * epoch
+
+    def y(loss):
+        return 130 - 45 * math.log10(loss)
+
+    points = " ".join(f"{x(epoch)},{y(loss):.1f}" for epoch, loss in whole)
+    lines = [f'<polyline points="{points}" class="whole"/>']
+    for epoch, loss in second:
+        place = f'cx="{x(epoch)}" cy="{y(loss):.1f}"'
+        lines.append(f'<circle {place} r="9" stroke-width="3" class="ring"/>')
+    for epoch, loss in first:
+        place = f'cx="{x(epoch)}" cy="{y(loss):.1f}"'
+        lines.append(f'<circle {place} r="5" class="dot"/>')
+    lines.append(write(380, 70, "grey: the run that nobody killed"))
+    lines.append(write(380, 92, "blue: the first attempt"))
+    lines.append(write(380, 114, "orange: the second attempt, on the same curve"))
+    lines.append(write(20, 130, "held-out loss"))
+    for top, name, epochs in ((260, "attempt 1", first), (320, "attempt 2", second)):
+        lines.append(write(20, top + 22, name, "ink b"))
+        for epoch, _ in epochs:
+            box = f'x="{x(epoch) - 53}" y="{top}" width="106" height="34"'
+            lines.append(f'<rect {box} class="ok" stroke="#68727d"/>')
+            saved = " saved" if epoch % 2 == 0 else ""
+            lines.append(write(x(epoch) - 46, top + 22, f"epoch {epoch}{saved}"))
+    lines.append(f'<rect x="{x(4) - 53}" y="260" width="50" height="34" class="bad"/>')
+    lines.append(write(x(4) + 5, 282, "SIGKILL in epoch 4", "ink b"))
+    path = f"M{x(4) - 28} 294V307H{x(3) - 40}V318"
+    lines.append(f'<path d="{path}" class="back"/>')
+    words = "Attempt 1 trains epochs 1 to 3 and is killed in epoch 4. Attempt 2 begins"
+    words += " behind the snapshot of epoch 2, and its losses are the same."
+    title = "Killed in epoch 4: epoch 3 is trained twice, and no number changes"
+    return picture(title, words, 820, 372, lines)
 
 
 if __name__ == "__main__":
-    picture = ROOT / "docs/pictures/samples.svg"
-    picture.write_text(draw(held_out_losses()))
+    folder = ROOT / "docs/pictures"
+    (folder / "samples.svg").write_text(draw_samples(held_out_losses()))
+    (folder / "killed_run.svg").write_text(draw_killed_run(*killed_and_whole()))
