@@ -82,7 +82,7 @@ def paragraphs(name, anchor):
     page = parse(f"docs/{name}.md")
     blocks = [block for block in page.blocks if block.anchor == anchor and block.hunks]
     text = page.section(blocks[0])
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"(!?)\[([^]]*)\]\([^)]*\)", lambda x: "" if x[1] else x[2], text)
     text = re.sub(r"(?m)^(<!--.*|#+ .*|With \S+ changed:.*)$", "", text)
     return text.split("\n\n")
 
@@ -119,7 +119,8 @@ def test_a_diff_of_a_chapter_is_the_printed_one(pages):
         for block in page.blocks:
             if block.kind == "diff":
                 printed.append(page.lines[block.line + 1 : block.end - 1])
-        shown = pages(f"{name}.html").select("article .highlight-diff.highlight")
+        shown = pages(f"{name}.html").select("article .highlight:not(.patch > *)")
+        shown = [diff for diff in shown if "highlight-diff" in diff["class"]]
         assert [diff.get_text().splitlines() for diff in shown] == printed
 
 
@@ -134,8 +135,17 @@ def test_the_first_change_is_in_sight(visit, address, viewport):
 
 
 def test_keys_lead_to_the_changes_in_sight(visit):
-    """From what is in sight; those that are folded away are left out."""
+    """From what is in sight; those that are folded away are left out.
+
+    No line of the two columns goes on below, and titles are larger than folds.
+    """
     tab = visit(PAIR)
+    heights = """all => all.map((x) => x.getBoundingClientRect().height
+        / parseFloat(getComputedStyle(x).lineHeight))"""
+    assert max(tab.locator(".lines [data-n]:visible").evaluate_all(heights)) < 1.5
+    size = "x => parseFloat(getComputedStyle(x).fontSize)"
+    title_size = tab.locator(".hunk h2:visible").first.evaluate(size)
+    assert title_size > tab.locator(".fold summary").first.evaluate(size)
     first_in_sight = tab.locator(".hunk:visible").first.get_attribute("id")
     first = int(first_in_sight.removeprefix("hunk-"))
     assert first > 1

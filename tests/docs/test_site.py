@@ -67,7 +67,8 @@ KINDS = [
 
 
 def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, address):
-    """Nor does it cut a diff, wrap an output, or scroll a table without a word."""
+    """Nor does it cut a diff, wrap an output or an option, scroll a table without a
+    word, or move its text when a picture comes."""
     tab = visit("index.html")
     widest = """() => Math.max(...["article", ".content", "html"].map((x) =>
         document.querySelector(x).scrollWidth))"""
@@ -75,6 +76,12 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         && getComputedStyle(x, "::before").content === "none")
         .map((x) => x.innerText.slice(0, 60))"""
     wraps = "all => all.some((x) => getComputedStyle(x).whiteSpace !== 'pre')"
+    broken = """all => all.filter((x) => /^--?\\w/.test(x.innerText)
+        && x.innerText.length < 30 && x.getClientRects().length > 1)
+        .map((x) => x.innerText)"""
+    jumps = "all => all.some((x) => !x.getAttribute('height'))"
+    # A row of a diff is one element; Pygments' would be pieces, each on its own line.
+    pieces = ".highlight-diff pre :is(.gd, .gi, .gh, .gu)"
     for name in [*KINDS, *NAMES]:
         assert tab.goto(address + name).ok
         tab.set_viewport_size(PHONE)
@@ -83,6 +90,9 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         boxes = tab.locator("article :is(.highlight-diff pre, .table-wrapper)")
         assert not boxes.evaluate_all(cut), name
         assert not tab.locator(".highlight-console pre").evaluate_all(wraps), name
+        assert not tab.locator("article code .pre").evaluate_all(broken), name
+        assert not tab.locator("article img").evaluate_all(jumps), name
+        assert not tab.locator(pieces).count(), name
         tab.set_viewport_size(WIDE)
         wide = "all => all.some((x) => x.scrollWidth > x.clientWidth)"
         assert not tab.locator(".table-wrapper").evaluate_all(wide), name
@@ -103,7 +113,7 @@ def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
     assert right.inner_text() != wrong.inner_text()
 
 
-def test_search_finds_what_chapters_say_and_show(visit):
+def test_search_finds_what_chapters_say_and_show(visit, address):
     """From the field of any page, by words and by names in code."""
     for start in (f"source/{NEW}.html", PAIR):
         tab = visit(start)
@@ -115,6 +125,11 @@ def test_search_finds_what_chapters_say_and_show(visit):
         tab.wait_for_function("scrollY > 0")
         box = tab.locator("article .highlighted").first.bounding_box()
         assert 0 < box["y"] < WIDE["height"], "the word is in sight"
-    links = visit(f"search.html?q={NEW}").locator("#search-results li > a")
+    tab = visit("index.html")
+    asked = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(address + f"search.html?q={NEW}")
+    links = tab.locator("#search-results li > a")
     for number, page in enumerate(["2_multigpu.html", PAIR]):
         assert links.nth(number).get_attribute("href") == page
+    assert not [url for url in asked if "side_by_side/" in url], "a page of the results"

@@ -17,7 +17,7 @@ from docutils import nodes
 
 from tools.diffs import hunks
 from tools.site.commands import CUT, VARIES, same
-from tools.site.pages import parse, right_output
+from tools.site.pages import END, parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
 BELOW = {"siblings": True, "descend": False}
@@ -36,11 +36,17 @@ def dress(app, doctree):
     for block in page.blocks:
         if block.kind not in ("diff", "run"):
             continue
-        fence = fence_of(block, raws[page.lines[block.line - 1]])
+        marker = raws[page.lines[block.line - 1]]
+        fence = fence_of(block, marker, "diff" if block.kind == "diff" else "console")
         fences[block.line] = fence
+        lines = fence.astext().splitlines()
         if block.kind == "diff":
-            html = diff_html(block.old, block.new, fence.astext().splitlines())
-            fence.replace_self(nodes.raw("", html, format="html"))
+            colour(fence, diff_html(block.old, block.new, lines))
+        elif block.faults and fence_of(block, marker, "diff"):  # the patch of a run
+            patch = fence_of(block, marker, "diff")
+            lines = patch.astext().splitlines()[2:]  # the text above names the file
+            html = diff_html(block.script, block.script, lines)
+            colour(patch, f'<div class="patch">{html}</div>')
     for block, right_block in switches(page):
         fence = fences[block.line]
         right = fences[right_block.line].astext()
@@ -58,10 +64,18 @@ def dress(app, doctree):
         remove_between(raws[page.lines[block.line - 1]], switch)
 
 
-def fence_of(block, marker):
-    """The fence of a marker: below that of a patch if a run has one."""
-    kind = "diff" if block.kind == "diff" else "console"
-    return marker.next_node(lambda node: node.get("language") == kind, **BELOW)
+def fence_of(block, marker, kind):
+    """The first fence of a kind between a block's markers, or None."""
+    node = marker.next_node(**BELOW)
+    while node and node.astext().strip() != END:
+        if node.get("language") == kind:
+            return node
+        node = node.next_node(**BELOW)
+    return None
+
+
+def colour(fence, html):
+    fence.replace_self(nodes.raw("", html, format="html"))
 
 
 def remove_between(marker, switch):

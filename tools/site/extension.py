@@ -6,6 +6,7 @@ repository that a chapter links to.
 """
 
 import itertools
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -125,9 +126,23 @@ def make_pages(app):
         yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
 
 
+IMAGE = r'<img (?=[^>]*src="_images/(\w+\.svg)")'
+OPTION = r'<span class="pre">(?=-[^<]{1,30}<)'  # it does not break behind its hyphens
+
+
+def with_size(image):
+    """An image's tag with its width and height, so that no text jumps when it comes."""
+    picture = (ROOT / "docs/pictures" / image[1]).read_text()
+    width, height = re.search(r'width="(\d+)" height="(\d+)"', picture).groups()
+    return f'<img width="{width}" height="{height}" '
+
+
 def add_to_page(app, pagename, templatename, context, doctree):
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
+    if doctree:
+        context["body"] = re.sub(IMAGE, with_size, context["body"])
+        context["body"] = re.sub(OPTION, '<span class="pre option">', context["body"])
     if pagename.startswith(("side_by_side/", "source/")):
         app.add_css_file("side_by_side.css", priority=900)
         app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
