@@ -100,12 +100,10 @@ def test_which_one_names_every_script():
             assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
 
 
-def test_two_pictures_are_as_drawn():
+def test_pictures_are_as_drawn():
     """By PyTorch's samplers, and from what chapters 2 and 3 print."""
-    samples = pictures.draw_samples(pictures.held_out_losses())
-    assert text_of("docs/pictures/samples.svg") == samples
-    killed_run = pictures.draw_killed_run(*pictures.killed_and_whole())
-    assert text_of("docs/pictures/killed_run.svg") == killed_run
+    for name, text in pictures.drawn().items():
+        assert text_of(f"docs/pictures/{name}") == text, name
 
 
 def test_every_page_is_in_one_group():

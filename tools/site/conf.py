@@ -29,7 +29,7 @@ smartquotes_action = "qe"  # no D: it would make a dash of --nodes
 myst_heading_anchors = 6  # tools.site.pages.slug gives the same anchors
 
 templates_path = ["templates"]
-html_static_path = ["static"]
+html_static_path = ["static", "../../docs/pictures"]  # narrow forms, for phones
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]

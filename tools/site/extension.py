@@ -126,15 +126,24 @@ def make_pages(app):
         yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
 
 
-IMAGE = r'<img (?=[^>]*src="_images/(\w+\.svg)")'
+IMAGE = r'<img [^>]*src="_images/(\w+)\.svg"[^>]*>'
 OPTION = r'<span class="pre">(?=-[^<]{1,30}<)'  # it does not break behind its hyphens
 
 
+def size_of(name):
+    """The size of a picture as attributes, so that no text jumps when it comes."""
+    text = (ROOT / "docs/pictures" / name).read_text()
+    return re.search(r'width="\d+" height="\d+"', text)[0]
+
+
 def with_size(image):
-    """An image's tag with its width and height, so that no text jumps when it comes."""
-    picture = (ROOT / "docs/pictures" / image[1]).read_text()
-    width, height = re.search(r'width="(\d+)" height="(\d+)"', picture).groups()
-    return f'<img width="{width}" height="{height}" '
+    """An image's tag with its size, and for a phone its narrow form, if it has one."""
+    tag = f"<img {size_of(f'{image[1]}.svg')} {image[0].removeprefix('<img ')}"
+    name = f"{image[1]}_narrow.svg"
+    if not (ROOT / "docs/pictures" / name).is_file():
+        return tag
+    place = f'media="(max-width: 46em)" srcset="_static/{name}"'
+    return f"<picture><source {place} {size_of(name)}>{tag}</picture>"
 
 
 def add_to_page(app, pagename, templatename, context, doctree):

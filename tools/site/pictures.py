@@ -1,9 +1,10 @@
-"""Draw two pictures of docs/pictures from PyTorch's samplers and what the pages print.
+"""Draw two pictures of docs/pictures, each in a wide and in a narrow form.
 
 python -m tools.site.pictures
 
 samples.svg: which device takes which of 16 samples in three epochs, and chapter 2's
 losses. killed_run.svg: chapter 3's run, killed and resumed, on the one that was not.
+The samplers are PyTorch's. A phone gets the narrow form, NAME_narrow.svg.
 """
 
 import math
@@ -17,13 +18,12 @@ from tools.site.pages import parse, right_output
 
 SAMPLES = range(16)
 DEVICES = range(2)
-EPOCHS = range(3)
 STEPS = 8  # shown of an epoch
 SIDE = 22  # of a square, in pixels
 STYLE = """
 text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif}
 .b{font-weight:700}.h{font-size:16px;font-weight:700}
-.n{font-size:11px;text-anchor:middle}
+.n{font-size:11px;text-anchor:middle}.m{text-anchor:middle}
 .card{fill:#ffffff}.ok{fill:#d3e5fb}.bad{fill:#ffd7d5}.ink{fill:#1f2328}
 .whole{fill:none;stroke:#9aa4af;stroke-width:6}.ring{fill:none;stroke:#b35900}
 .dot{fill:#1f6feb}.back{fill:none;stroke:#b35900;stroke-width:2}
@@ -73,10 +73,6 @@ def write(x, y, text, kind="ink"):
     return f'<text x="{x}" y="{y}" class="{kind}">{text}</text>'
 
 
-def left_of(epoch):
-    return 200 + 185 * epoch
-
-
 def square(x, y, sample, kind):
     place = f'x="{x}" y="{y}" width="{SIDE}" height="{SIDE}"'
     box = f'<rect {place} class="{kind}" stroke="#68727d"/>'
@@ -101,25 +97,34 @@ def picture(title, words, width, height, lines):
     )
 
 
-def draw_samples(losses):
+def draw_samples(losses, narrow):
     """losses: a text for each of CASES."""
-    lines = [write(752, 58, "loss")]
-    lines += [write(left_of(epoch), 58, f"epoch {epoch + 1}") for epoch in EPOCHS]
+    left, row, epochs = (12, 100, range(2)) if narrow else (200, 72, range(3))
+    lines = []
+    for epoch in epochs:
+        lines.append(write(left + 185 * epoch, 58, f"epoch {epoch + 1}"))
     words = []
     for number, (name, what, order, is_wrong) in enumerate(CASES):
-        top = 72 + 72 * number
-        lines.append(write(20, top + 18, name, "ink b"))
-        lines.append(write(20, top + 38, what))
-        lines.append(write(752, top + 27, losses[number], "ink b"))
-        words.append(f"{name}: {what}, loss {losses[number]}.")
-        for epoch in EPOCHS:
+        top = 72 + row * number
+        loss = f"loss {losses[number]}"
+        words.append(f"{name}: {what}, {loss}.")
+        if narrow:
+            lines.append(write(12, top + 12, f"{name}: {what}"))
+            lines.append(write(305, top + 12, loss, "ink b"))
+            top += 22
+        else:
+            lines.append(write(20, top + 18, name, "ink b"))
+            lines.append(write(20, top + 38, what))
+            lines.append(write(756, top + 27, loss, "ink b"))
+        for epoch in epochs:
             for device in DEVICES:
                 kind = "bad" if is_wrong(epoch, device) else "ok"
                 for step, sample in enumerate(order(epoch, device)[:STEPS]):
-                    place = (left_of(epoch) + SIDE * step, top + SIDE * device)
-                    lines.append(square(*place, sample, kind))
-    title = "Two devices share 16 samples: who takes which, step by step?"
-    return picture(title, " ".join(words), 820, 280, lines)
+                    x = left + 185 * epoch + SIDE * step
+                    lines.append(square(x, top + SIDE * device, sample, kind))
+    title = "Two devices: who takes which of 16 samples?"
+    width, height = (384, 370) if narrow else (840, 280)
+    return picture(title, " ".join(words), width, height, lines)
 
 
 def killed_and_whole():
@@ -133,12 +138,14 @@ def killed_and_whole():
     return [[(int(epoch), float(loss)) for epoch, loss in run] for run in found]
 
 
-def draw_killed_run(first, second, whole):
+def draw_killed_run(first, second, whole, narrow):
+    left, step, width = (16, 54, 384) if narrow else (60, 110, 820)
+
     def x(epoch):
-        return 60 + 110 * epoch
+        return left + step * epoch
 
     def y(loss):
-        return 130 - 45 * math.log10(loss)
+        return 150 - 45 * math.log10(loss)
 
     points = " ".join(f"{x(epoch)},{y(loss):.1f}" for epoch, loss in whole)
     lines = [f'<polyline points="{points}" class="whole"/>']
@@ -148,28 +155,41 @@ def draw_killed_run(first, second, whole):
     for epoch, loss in first:
         place = f'cx="{x(epoch)}" cy="{y(loss):.1f}"'
         lines.append(f'<circle {place} r="5" class="dot"/>')
-    lines.append(write(380, 70, "grey: the run that nobody killed"))
-    lines.append(write(380, 92, "blue: the first attempt"))
-    lines.append(write(380, 114, "orange: the second attempt, on the same curve"))
-    lines.append(write(20, 130, "held-out loss"))
-    for top, name, epochs in ((260, "attempt 1", first), (320, "attempt 2", second)):
-        lines.append(write(20, top + 22, name, "ink b"))
+    lines.append(write(20, 56, "held-out loss"))
+    legend = ["grey: never killed", "blue: attempt 1", "orange: attempt 2"]
+    for row, text in enumerate(legend):
+        lines.append(write(x(4), 70 + 22 * row, text))
+    for top, name, epochs in ((290, "attempt 1", first), (360, "attempt 2", second)):
+        lines.append(write(20, top - 8, name, "ink b"))
         for epoch, _ in epochs:
-            box = f'x="{x(epoch) - 53}" y="{top}" width="106" height="34"'
+            box = f'x="{x(epoch) - step // 2}" y="{top}" width="{step - 3}" height="34"'
             lines.append(f'<rect {box} class="ok" stroke="#68727d"/>')
-            saved = " saved" if epoch % 2 == 0 else ""
-            lines.append(write(x(epoch) - 46, top + 22, f"epoch {epoch}{saved}"))
-    lines.append(f'<rect x="{x(4) - 53}" y="260" width="50" height="34" class="bad"/>')
-    lines.append(write(x(4) + 5, 282, "SIGKILL in epoch 4", "ink b"))
-    path = f"M{x(4) - 28} 294V307H{x(3) - 40}V318"
+            text = f"{epoch}" if narrow else f"epoch {epoch}"
+            text += " saved" if epoch % 2 == 0 else ""
+            lines.append(write(x(epoch) - 3, top + 22, text, "ink m"))
+    start = x(4) - step // 2
+    lines.append(f'<rect x="{start}" y="290" width="24" height="34" class="bad"/>')
+    lines.append(write(start + 30, 312, "SIGKILL", "ink b"))
+    path = f"M{start + 12} 324V340H{x(3) - 3}V358"
     lines.append(f'<path d="{path}" class="back"/>')
     words = "Attempt 1 trains epochs 1 to 3 and is killed in epoch 4. Attempt 2 begins"
     words += " behind the snapshot of epoch 2, and its losses are the same."
-    title = "Killed in epoch 4: epoch 3 is trained twice, and no number changes"
-    return picture(title, words, 820, 372, lines)
+    title = "Killed in epoch 4: no number changes"
+    return picture(title, words, width, 412, lines)
+
+
+def drawn():
+    """{name of a file: its text}"""
+    losses = held_out_losses()
+    runs = killed_and_whole()
+    return {
+        "samples.svg": draw_samples(losses, narrow=False),
+        "samples_narrow.svg": draw_samples(losses, narrow=True),
+        "killed_run.svg": draw_killed_run(*runs, narrow=False),
+        "killed_run_narrow.svg": draw_killed_run(*runs, narrow=True),
+    }
 
 
 if __name__ == "__main__":
-    folder = ROOT / "docs/pictures"
-    (folder / "samples.svg").write_text(draw_samples(held_out_losses()))
-    (folder / "killed_run.svg").write_text(draw_killed_run(*killed_and_whole()))
+    for name, text in drawn().items():
+        (ROOT / "docs/pictures" / name).write_text(text)
