@@ -16,6 +16,7 @@ from urllib.parse import urljoin, urlsplit
 from docutils import nodes
 
 from tools.diffs import hunks
+from tools.scripts import ROOT
 from tools.site.commands import CUT, VARIES, same
 from tools.site.pages import END, parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
@@ -172,6 +173,33 @@ def marked(text, other):
     return html + escape(text[done:], quote=False)
 
 
+IMAGE = r'<img [^>]*src="(_images/(\w+)\.svg)"[^>]*>'
+
+
+def size_of(name):
+    """The size of a picture as attributes, so that no text jumps when it comes."""
+    text = (ROOT / "docs/pictures" / name).read_text()
+    return re.search(r'width="\d+" height="\d+"', text)[0]
+
+
+def sized(html, up=""):
+    """Each picture with its size, and for a phone its narrow form, if it has one.
+
+    up: "../" for a page in a folder.
+    """
+
+    def tag_of(image):
+        tag = image[0].replace(image[1], f"{up}{image[1]}")
+        tag = tag.replace("<img ", f"<img {size_of(f'{image[2]}.svg')} ")
+        name = f"{image[2]}_narrow.svg"
+        if not (ROOT / "docs/pictures" / name).is_file():
+            return tag
+        place = f'media="(max-width: 46em)" srcset="{up}_static/{name}"'
+        return f"<picture><source {place} {size_of(name)}>{tag}</picture>"
+
+    return re.sub(IMAGE, tag_of, html)
+
+
 class Explainer:
     """`whys(old, new, places)`: what the chapters say about each change."""
 
@@ -218,7 +246,8 @@ class Explainer:
             if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
                 element.attributes.pop("refid", None)
                 element["refuri"] = "../" + urljoin(f"{page}.html", uri)
-        return self.app.builder.render_partial(node)["fragment"].strip()
+        fragment = self.app.builder.render_partial(node)["fragment"].strip()
+        return sized(fragment, up="../")
 
     def whys(self, old, new, places):
         """{hunk number: [texts]}, of `places`, which `explain` has found.

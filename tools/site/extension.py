@@ -16,7 +16,7 @@ from tools.diffs import changed_lines, hunks, scopes
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry
 from tools.site import pages
 from tools.site.build import chapters
-from tools.site.explain import Explainer, dress
+from tools.site.explain import Explainer, dress, sized
 from tools.site.home import home
 from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
 
@@ -126,31 +126,14 @@ def make_pages(app):
         yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
 
 
-IMAGE = r'<img [^>]*src="_images/(\w+)\.svg"[^>]*>'
 OPTION = r'<span class="pre">(?=-[^<]{1,30}<)'  # it does not break behind its hyphens
-
-
-def size_of(name):
-    """The size of a picture as attributes, so that no text jumps when it comes."""
-    text = (ROOT / "docs/pictures" / name).read_text()
-    return re.search(r'width="\d+" height="\d+"', text)[0]
-
-
-def with_size(image):
-    """An image's tag with its size, and for a phone its narrow form, if it has one."""
-    tag = f"<img {size_of(f'{image[1]}.svg')} {image[0].removeprefix('<img ')}"
-    name = f"{image[1]}_narrow.svg"
-    if not (ROOT / "docs/pictures" / name).is_file():
-        return tag
-    place = f'media="(max-width: 46em)" srcset="_static/{name}"'
-    return f"<picture><source {place} {size_of(name)}>{tag}</picture>"
 
 
 def add_to_page(app, pagename, templatename, context, doctree):
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
     if doctree:
-        context["body"] = re.sub(IMAGE, with_size, context["body"])
+        context["body"] = sized(context["body"])
         context["body"] = re.sub(OPTION, '<span class="pre option">', context["body"])
     if pagename.startswith(("side_by_side/", "source/")):
         app.add_css_file("side_by_side.css", priority=900)
