@@ -88,7 +88,7 @@ class Trainer:
             self._print(
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
-                f" | accuracy {accuracy:.6f}"
+                f" | accuracy {accuracy:.6f} | gradient norm {self.norm.item():.3f}"
             )
             lr = self.scheduler.get_last_lr()[0]
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
@@ -106,6 +106,7 @@ class Trainer:
         utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
+        self.norm = torch.zeros((), device=self.device)  # the largest of the epoch
         for source, targets in self.train_data:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
@@ -119,7 +120,8 @@ class Trainer:
         output = self.ddp_model(source)  # self.model, but backward() averages gradients
         loss = self.loss_fn(output, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.norm = torch.maximum(self.norm, norm)  # as it was before it was clipped
         self.optimizer.step()
         self.scheduler.step()
         return loss.detach()

@@ -1,6 +1,7 @@
 """For real_job.py: each rank notes what it did in the file noted.RANK.json.
 
     rates, norms    of each step: the learning rate, and the gradient's norm after it
+    unclipped       of each step: the gradient's norm before it is clipped
     images          of each sample that it trained on: the sum of its pixels
     untouched       of each step: nothing has drawn from the epoch's random numbers
     workers         after each epoch's training: {process: how it was started}
@@ -22,6 +23,21 @@ from hooks import write
 import utils
 
 noted = collections.defaultdict(list)
+clip_grad_norm = torch.nn.utils.clip_grad_norm_
+
+
+def norm_of(parameters):
+    norms = [weight.grad.norm() for weight in parameters]
+    return torch.stack(norms).norm().item()
+
+
+def note_and_clip(parameters, max_norm):
+    parameters = list(parameters)
+    noted["unclipped"].append(norm_of(parameters))
+    return clip_grad_norm(parameters, max_norm)
+
+
+torch.nn.utils.clip_grad_norm_ = note_and_clip
 
 
 def around_load_train_objs(load_train_objs):
@@ -65,6 +81,5 @@ class Trainer:
         noted["untouched"].append(untouched)
         noted["rates"].append(self.optimizer.param_groups[0]["lr"])
         loss = super()._run_batch(source, targets)
-        norms = [weight.grad.norm() for weight in self.model.parameters()]
-        noted["norms"].append(torch.stack(norms).norm().item())
+        noted["norms"].append(norm_of(self.model.parameters()))
         return loss

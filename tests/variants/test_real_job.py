@@ -62,7 +62,9 @@ def two_epochs(tmp_path_factory):
     @once
     def run():
         folder = tmp_path_factory.mktemp("noted")
-        train(plant(NAME, folder / "copy", hooks=["real_job"]), 2, 2, cwd=folder)
+        script = plant(NAME, folder / "copy", hooks=["real_job"])
+        done = train(script, 2, 2, cwd=folder)
+        (folder / "printed.txt").write_text(done.stdout)
         return folder
 
     return run
@@ -139,6 +141,16 @@ def test_a_huge_gradient_is_clipped(tmp_path):
     first, second = noted(tmp_path)
     assert first["norms"] == pytest.approx([1] * STEPS, rel=1e-4)
     assert first["norms"] == second["norms"]
+
+
+def test_the_largest_norm_of_each_epoch_is_printed(two_epochs):
+    """As it was before the gradients were clipped."""
+    text = (two_epochs() / "printed.txt").read_text()
+    printed = re.findall(r"\| gradient norm (\S+)", text)
+    for rank in noted(two_epochs()):
+        steps = rank["unclipped"]
+        largest = [max(steps[:STEPS]), max(steps[STEPS:])]
+        assert printed == [f"{norm:.3f}" for norm in largest]
 
 
 # Resumed, as is tested of all scripts, with another batch
