@@ -106,7 +106,7 @@ class Trainer:
         utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        self.norm = torch.zeros((), device=self.device)  # the largest of the epoch
+        self.norm = torch.zeros_like(loss_sum)  # the largest of the epoch
         for source, targets in self.train_data:
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)

@@ -26,15 +26,10 @@ noted = collections.defaultdict(list)
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
-def norm_of(parameters):
-    norms = [weight.grad.norm() for weight in parameters]
-    return torch.stack(norms).norm().item()
-
-
-def note_and_clip(parameters, max_norm):
-    parameters = list(parameters)
-    noted["unclipped"].append(norm_of(parameters))
-    return clip_grad_norm(parameters, max_norm)
+def note_and_clip(*arguments):
+    norm = clip_grad_norm(*arguments)
+    noted["unclipped"].append(norm.item())
+    return norm
 
 
 torch.nn.utils.clip_grad_norm_ = note_and_clip
@@ -81,5 +76,6 @@ class Trainer:
         noted["untouched"].append(untouched)
         noted["rates"].append(self.optimizer.param_groups[0]["lr"])
         loss = super()._run_batch(source, targets)
-        noted["norms"].append(norm_of(self.model.parameters()))
+        norms = [weight.grad.norm() for weight in self.model.parameters()]
+        noted["norms"].append(torch.stack(norms).norm().item())
         return loss
