@@ -106,6 +106,14 @@ def test_pictures_are_as_drawn():
         assert text_of(f"docs/pictures/{name}") == text, name
 
 
+def test_a_phone_gets_the_words_of_each_picture():
+    for narrow in (ROOT / "docs/pictures").glob("*_narrow.svg"):
+        wide = narrow.with_name(narrow.name.replace("_narrow", ""))
+        texts = re.findall(">([^<]+)</text", narrow.read_text())
+        more = re.findall(">([^<]+)</text", wide.read_text())
+        assert {*re.findall(r"\w+", str(texts))} == {*re.findall(r"\w+", str(more))}
+
+
 def test_every_page_is_in_one_group():
     """The contents, and the site's sidebar, are made from these."""
     listed = sorted(f"docs/{name}.md" for name in READING_ORDER)

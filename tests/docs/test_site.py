@@ -80,6 +80,9 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         && x.innerText.length < 30 && x.getClientRects().length > 1)
         .map((x) => x.innerText)"""
     jumps = "all => all.some((x) => !x.getAttribute('height'))"
+    # A phone would shrink its letters: it needs a narrow form.
+    shrinks = """all => all.filter((x) => x.getAttribute("width") > 480
+        && !x.closest("picture")).map((x) => x.src)"""
     # A row of a diff is one element; Pygments' would be pieces, each on its own line.
     pieces = ".highlight-diff pre :is(.gd, .gi, .gh, .gu)"
     for name in [*KINDS, *NAMES]:
@@ -92,6 +95,7 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         assert not tab.locator(".highlight-console pre").evaluate_all(wraps), name
         assert not tab.locator("article code .pre").evaluate_all(broken), name
         assert not tab.locator("article img").evaluate_all(jumps), name
+        assert not tab.locator("article img").evaluate_all(shrinks), name
         assert not tab.locator(pieces).count(), name
         tab.set_viewport_size(WIDE)
         wide = "all => all.some((x) => x.scrollWidth > x.clientWidth)"

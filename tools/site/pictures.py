@@ -122,7 +122,7 @@ def draw_samples(losses, narrow):
                 for step, sample in enumerate(order(epoch, device)[:STEPS]):
                     x = left + 185 * epoch + SIDE * step
                     lines.append(square(x, top + SIDE * device, sample, kind))
-    title = "Two devices: who takes which of 16 samples?"
+    title = "Which device takes which of 16 samples?"
     width, height = (384, 370) if narrow else (840, 280)
     return picture(title, " ".join(words), width, height, lines)
 

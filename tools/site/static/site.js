@@ -19,6 +19,11 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
   });
 }
 
+const landmarks = { ".sidebar-drawer": "All pages", ".toc-drawer": "On this page" };
+for (const [selector, name] of Object.entries(landmarks)) {
+  for (const drawer of all(selector)) drawer.setAttribute("aria-label", name);
+}
+
 // What scrolls sideways must be within reach of the keys.
 const reach = new ResizeObserver((entries) => {
   for (const { target } of entries) {
