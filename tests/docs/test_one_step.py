@@ -27,6 +27,20 @@ LOOK = """([v, width]) => {
 }"""
 
 
+# Texts that leave the card on a phone, with the largest values and with each preset.
+CUT = """() => {
+    const most = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[3].at(-1)]));
+    const place = document.querySelector(".draw-one-step div");
+    return [most, ...Object.values(PRESETS)].flatMap((values) => {
+        place.innerHTML = draw({ ...most, ...values }, 358)[0];
+        return [...place.querySelectorAll("text")].filter((x) => {
+            const box = x.getBBox();
+            return box.x < 8 || box.x + box.width > 350;
+        }).map((x) => x.textContent);
+    });
+}"""
+
+
 def inputs(count):
     """Random values, of which most are spread evenly over powers of ten."""
     chance = random.Random(0)
@@ -139,3 +153,4 @@ def test_sliders_and_addresses(visit):
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
     check_barriers(tab)
+    assert not tab.evaluate(CUT)

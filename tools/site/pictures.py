@@ -25,7 +25,7 @@ text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-se
 .b{font-weight:700}.h{font-size:16px;font-weight:700}
 .n{font-size:11px;text-anchor:middle}.m{text-anchor:middle}
 .card{fill:#ffffff}.ok{fill:#d3e5fb}.bad{fill:#ffd7d5}.ink{fill:#1f2328}
-.whole{fill:none;stroke:#9aa4af;stroke-width:6}.ring{fill:none;stroke:#b35900}
+.whole{fill:none;stroke:#9aa4af;stroke-width:6}.ring{fill:none;stroke:#b35900;stroke-width:3}
 .dot{fill:#1f6feb}.back{fill:none;stroke:#b35900;stroke-width:2}
 @media (prefers-color-scheme:dark){
 .card{fill:#15191f}.ok{fill:#173a63}.bad{fill:#5d1f24}.ink{fill:#e6edf3}
@@ -89,8 +89,9 @@ def picture(title, words, width, height, lines):
             f'<title id="title">{title}</title>',
             f'<desc id="desc">{words}</desc>',
             f"<style>{STYLE}</style>",
-            f'<rect width="{width}" height="{height}" rx="8" class="card"/>',
-            write(20, 30, title, "ink h"),
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"'
+            ' class="card" stroke="#68727d"/>',
+            write(12, 30, title, "ink h"),
             *lines,
             "</svg>\n",
         ]
@@ -102,7 +103,8 @@ def draw_samples(losses, narrow):
     left, row, epochs = (12, 100, range(2)) if narrow else (200, 72, range(3))
     lines = []
     for epoch in epochs:
-        lines.append(write(left + 185 * epoch, 58, f"epoch {epoch + 1}"))
+        text = f"epoch {epoch + 1}" if epoch else "epoch 1, a row per device"
+        lines.append(write(left + 185 * epoch, 58, text))
     words = []
     for number, (name, what, order, is_wrong) in enumerate(CASES):
         top = 72 + row * number
@@ -110,11 +112,11 @@ def draw_samples(losses, narrow):
         words.append(f"{name}: {what}, {loss}.")
         if narrow:
             lines.append(write(12, top + 12, f"{name}: {what}"))
-            lines.append(write(305, top + 12, loss, "ink b"))
+            lines.append(write(298, top + 12, loss, "ink b"))
             top += 22
         else:
-            lines.append(write(20, top + 18, name, "ink b"))
-            lines.append(write(20, top + 38, what))
+            lines.append(write(12, top + 18, name, "ink b"))
+            lines.append(write(12, top + 38, what))
             lines.append(write(756, top + 27, loss, "ink b"))
         for epoch in epochs:
             for device in DEVICES:
@@ -122,7 +124,7 @@ def draw_samples(losses, narrow):
                 for step, sample in enumerate(order(epoch, device)[:STEPS]):
                     x = left + 185 * epoch + SIDE * step
                     lines.append(square(x, top + SIDE * device, sample, kind))
-    title = "Which device takes which of 16 samples?"
+    title = "Who takes which of 16 samples?"
     width, height = (384, 370) if narrow else (840, 280)
     return picture(title, " ".join(words), width, height, lines)
 
@@ -139,7 +141,7 @@ def killed_and_whole():
 
 
 def draw_killed_run(first, second, whole, narrow):
-    left, step, width = (16, 54, 384) if narrow else (60, 110, 820)
+    left, step, width = (16, 54, 384) if narrow else (16, 115, 820)
 
     def x(epoch):
         return left + step * epoch
@@ -151,22 +153,28 @@ def draw_killed_run(first, second, whole, narrow):
     lines = [f'<polyline points="{points}" class="whole"/>']
     for epoch, loss in second:
         place = f'cx="{x(epoch)}" cy="{y(loss):.1f}"'
-        lines.append(f'<circle {place} r="9" stroke-width="3" class="ring"/>')
+        lines.append(f'<circle {place} r="9" class="ring"/>')
     for epoch, loss in first:
         place = f'cx="{x(epoch)}" cy="{y(loss):.1f}"'
         lines.append(f'<circle {place} r="5" class="dot"/>')
-    lines.append(write(20, 56, "held-out loss"))
+    lines.append(write(12, 56, "held-out loss"))
     legend = ["grey: never killed", "blue: attempt 1", "orange: attempt 2"]
     for row, text in enumerate(legend):
         lines.append(write(x(4), 70 + 22 * row, text))
+    at = x(4) - 16
+    lines += [
+        f'<path d="M{at - 8} 66h16" class="whole"/>',
+        f'<circle cx="{at}" cy="88" r="5" class="dot"/>',
+        f'<circle cx="{at}" cy="110" r="6" class="ring"/>',
+    ]
     for top, name, epochs in ((290, "attempt 1", first), (360, "attempt 2", second)):
-        lines.append(write(20, top - 8, name, "ink b"))
+        lines.append(write(12, top - 8, name, "ink b"))
         for epoch, _ in epochs:
             box = f'x="{x(epoch) - step // 2}" y="{top}" width="{step - 3}" height="34"'
             lines.append(f'<rect {box} class="ok" stroke="#68727d"/>')
-            text = f"{epoch}" if narrow else f"epoch {epoch}"
-            text += " saved" if epoch % 2 == 0 else ""
-            lines.append(write(x(epoch) - 3, top + 22, text, "ink m"))
+            lines.append(write(x(epoch) - 3, top + 15, f"epoch {epoch}", "ink n"))
+            if epoch % 2 == 0:
+                lines.append(write(x(epoch) - 3, top + 28, "saved", "ink n"))
     start = x(4) - step // 2
     lines.append(f'<rect x="{start}" y="290" width="24" height="34" class="bad"/>')
     lines.append(write(start + 30, 312, "SIGKILL", "ink b"))
@@ -174,8 +182,7 @@ def draw_killed_run(first, second, whole, narrow):
     lines.append(f'<path d="{path}" class="back"/>')
     words = "Attempt 1 trains epochs 1 to 3 and is killed in epoch 4. Attempt 2 begins"
     words += " behind the snapshot of epoch 2, and its losses are the same."
-    title = "Killed in epoch 4: no number changes"
-    return picture(title, words, width, 412, lines)
+    return picture("Killed in epoch 4: no number changes", words, width, 412, lines)
 
 
 def drawn():

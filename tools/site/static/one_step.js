@@ -61,19 +61,21 @@ function draw(v, width) {
   const { job, forward, sent: all, memory, ways } = predict(v), sent = v.machines * v.gpus > 1 ? all : [], [step, , limit] = ways.DDP;
   const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
   const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
-  const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 19 * i, part, kind)));
+  const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 20 * i, part, kind)));
   const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const fits = (parts) => sum(parts) <= v["memory-gb"], first = memory.find((z) => fits(z[1]))?.[0];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (z) => `${(100 * z[1]).toFixed(1)} %`;
   const told = [`${first === "DDP" ? "" : "with DDP, "}GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
-  const other = ways[first] ? `${first} does, ${percent(ways[first])} efficient` : first ? `${first} does` : "no way does";
-  const head = first === "DDP" ? `DDP is ${percent(ways.DDP)} efficient` : `DDP does not fit: ${other}`;
-  put(32, [head], "ink b h");
-  put(55, fold(told), limit === "compute" ? "ink b" : "red b");
-  put(wide ? 74 : 93, fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
-    `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside, ${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
-  let y = wide ? 104 : 142;
+  const other = [`DDP does not fit: ${first ?? "no way"} does`, ...ways[first] ? [`${percent(ways[first])} efficient`] : []];
+  const head = first === "DDP" ? [`DDP is ${percent(ways.DDP)} efficient`] : other, heads = fold(head);
+  let y = 7;
+  for (const row of heads) out.push(write(left, y += 25, row, "ink b h"));
+  const rows = (parts, kind) => (put(y + 20, parts, kind), y += 20 * parts.length);
+  rows(fold(told), limit === "compute" ? "ink b" : "red b");
+  rows(fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
+    `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
+  y += 32;
   put(y, ["Each GPU computes"], "ink b");
   for (const [from, to, color, words, kind] of [[left, begin, "plain", "forward", "ink mid"],
     [begin, end, "blue", "backward", "ink b mid"], [end, right, "wait", `waits ${waits} ms`, "red b mid"]])
@@ -104,8 +106,9 @@ function draw(v, width) {
   out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
     write(right, y + 25, "efficiency", "soft end"), ...kinds.flatMap((kind, i) => [
       box(left + 90 * i, y + 39, 10, 10, kind), write(left + 90 * i + 15, y + 49, kind, "soft")]));
-  return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" width="${width}" height="${y += 64}" viewBox="0 0 ${width} ${y}">`
-    + `${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, `${head}: ${told.join(", ")}. ${best}; activations come on top.`];
+  const words = `${head.join(", ")}: ${told.join(", ")}. ${best}; activations come on top.`;
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 64}"`
+    + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, words];
 }
 
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
@@ -140,6 +143,8 @@ function explore(picture) {
       slider.value = stops.findLastIndex((x) => x <= values[name]);
       slider.ariaValueText = slider.previousElementSibling.textContent = text;
     }
+    for (const button of figure.querySelectorAll(".presets button"))
+      button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
     command.innerHTML = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`

@@ -31,7 +31,7 @@ const reach = new ResizeObserver((entries) => {
     else target.removeAttribute("tabindex");
   }
 });
-const wide = "article pre, article .table-wrapper, article p:has(> img)";
+const wide = "article pre, article .table-wrapper";
 for (const box of all(wide)) reach.observe(box);
 
 // In a search, the pages of a script that is named come first, then headings with all
