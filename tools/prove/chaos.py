@@ -93,7 +93,7 @@ class Job:
 
     def update(self):
         """One round: read the log, start what has ended, raise if nothing moves."""
-        for line in self.log.readlines():
+        while line := self.log.read(64):  # as many bytes as each line has
             began, when, step, restarts = line.split()
             note = Note(float(began), float(when), int(step), int(restarts))
             self.notes.append(note)
