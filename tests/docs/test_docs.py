@@ -142,11 +142,13 @@ def copy(tmp_path):
 
 
 CHAPTER = "docs/2_multigpu.md"
+JOB = "docs/real_job.md"
 NOT_FRESH = {
     "a line changed": ("multigpu.py", "set_epoch(epoch)", "set_epoch(epoch + 1)"),
     "a hunk left out": (CHAPTER, "`self.ddp_model =`", "`drop_last=True`"),
     "a diff in a fence": (CHAPTER, "\n## ", "\n```text\n+x\n```\n\n## "),
     "an explanation out of order": (CHAPTER, "**Why.**", "**What.**"),
+    "a line above an output wrapped": (JOB, "` instead of `", "`\ninstead of `"),
 }
 
 

@@ -108,7 +108,7 @@ dist.destroy_process_group()
 @pytest.mark.waits
 def test_the_plan_of_a_transformer(tmp_path):
     """Two ranks compute its outputs and gradients, each with half of the weights."""
-    plan = fence("docs/tensor_parallel.md", "PLAN = {}")
+    plan = fence("docs/split_your_model.md", "PLAN = {}")
     script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
     (tmp_path / "blocks.py").write_text(script)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "blocks.py"]

@@ -22,7 +22,7 @@ LAYERS = """\
 """
 PLAN = '{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}'
 RATE = "lr=0.001", "lr=0.01"
-PAGE = (ROOT / "docs/tensor_parallel.md").read_text()
+PAGE = (ROOT / "docs/split_your_model.md").read_text()
 # {what the page's code begins with: the code}
 FENCES = {code.split()[0]: code for code in re.findall("(?s)```python\n(.*?)```", PAGE)}
 CLIPPING = FENCES["groups"]

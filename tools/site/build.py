@@ -46,7 +46,7 @@ from pathlib import Path
 from tools import cli, scripts
 from tools.diffs import changed_lines, hunks
 from tools.scripts import ROOT, InputError
-from tools.site.commands import run_all, same
+from tools.site.commands import above_output, run_all, same
 from tools.site.pages import (
     GROUPS,
     TESTS,
@@ -130,10 +130,10 @@ def page_links(block, names, between):
 
 def contents(block):
     """The list of all pages."""
-    lines = []
-    for group, names in GROUPS.items():
-        lines.append(f"- **{group}**: {page_links(block, names, ' · ')}")
-    return lines
+    return [
+        f"- **{group}**: {page_links(block, names, ' · ')}"
+        for group, names in GROUPS.items()
+    ]
 
 
 def chapters(name, explained):
@@ -245,6 +245,9 @@ def fill(page, outputs, explained):
         between = lines[block.line : block.end]
         if block.kind == "run":
             made = outputs.get((page.name, block.line), between)
+            *above, command = above_output(block)
+            if made is between and command in between:  # it was not run
+                made = [*above, *between[between.index(command) :]]
             if same(between, made):
                 made = between
         elif block.kind == "scripts":
@@ -300,13 +303,10 @@ def build(args):
 
 def staleness(page, lines):
     """Where the page first differs from the lines that it should have."""
-    first = len(lines)
-    for number, (old, new) in enumerate(zip(page.lines, lines, strict=False), 1):
-        if old != new:
-            first = number
-            break
-    now = [f"  now: {line}" for line in lines[first - 1 : first + 2]]
-    return [f"{page.name}:{first}: stale", *now]
+    pairs = itertools.zip_longest(page.lines, lines)
+    first = [old != new for old, new in pairs].index(True)
+    now = [f"  now: {line}" for line in lines[first : first + 3]]
+    return [f"{page.name}:{first + 1}: stale", *now]
 
 
 if __name__ == "__main__":

@@ -95,9 +95,8 @@ class Command:
             if self.block.status:
                 return False
             texts += [new for _, new in self.block.faults]
-        for name, text in self.page.files.items():
-            if name in self.text:
-                texts.append(text)
+        files = self.page.files
+        texts += [files[name] for name in files if name in self.text]
         is_real = re.search(REAL, "\n".join(texts))
         return bool(not is_real and re.fullmatch(PLAIN, self.text))
 
@@ -144,8 +143,8 @@ def run_words(command, cwd, mark):
     return status, output
 
 
-def console(block, output):
-    """The console fence of a `run` marker."""
+def above_output(block):
+    """The lines of a `run` marker down to its command."""
     changes = []
     for old, new in block.faults:
         changes.append(f"`{new}` instead of `{old}`" if new else f"without `{old}`")
@@ -155,11 +154,16 @@ def console(block, output):
         above = [f"With {block.script} changed:", "", *patch(path, block.faults), ""]
     elif changes:
         above = [f"With {block.script} changed: {', and '.join(changes)}.", ""]
+    return [*above, "```console", f"$ {block.text}"]
+
+
+def console(block, output):
+    """What stands between a `run` marker and its end."""
     shown = once([line.rstrip() for line in output.splitlines()])
     if block.show:
         shown = cut(shown, block.show)
     shown = [hide(line) for line in shown]
-    return [*above, "```console", f"$ {block.text}", *shown, "```"]
+    return [*above_output(block), *shown, "```"]
 
 
 def once(lines):

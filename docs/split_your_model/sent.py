@@ -1,6 +1,6 @@
 """Bytes that a rank all-reduces in a step: in its replica, and between replicas.
 
-torchrun --standalone --nproc-per-node=4 -m docs.tensor_parallel.sent
+torchrun --standalone --nproc-per-node=4 -m docs.split_your_model.sent
 """
 
 import torch
