@@ -70,7 +70,7 @@ def test_scaling_is_measured_and_predicted():
     text, found = tables(
         "benchmarks.scaling",
         "variants/fsdp.py",
-        "--rounds=1",
+        "--rounds=3",
         "--steps=2",
         "--batch-size=256",
     )
