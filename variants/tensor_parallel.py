@@ -66,7 +66,7 @@ def make_grid(replicas, device):
 
 def split_layer(name, layer, mesh):
     """{parameter of the layer: this rank's part of it}, as PLAN says."""
-    whole = dict(layer.named_parameters())
+    whole = dict(layer.named_parameters(recurse=False))
     parallel.parallelize_module(layer, mesh, PLAN[name])
     parts = {}
     for key, parameter in whole.items():

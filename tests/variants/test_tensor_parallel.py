@@ -224,6 +224,13 @@ def test_fsdp_over_the_replicas_trains_the_same(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_prepared_input_is_added_up_once():
+    """In backward, also where three layers take it. The plan names what holds them."""
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m"]
+    done = Program([*words, "docs.split_your_model.messages"], ROOT).finish()
+    assert "attention: 4 messages, 2 with PrepareModuleInput" in done.stdout
+
+
 def test_without_the_option_each_rank_is_a_replica(tmp_path):
     done = train(ROOT / NAME, 1, 1, cwd=tmp_path, own_options=False)
     assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout

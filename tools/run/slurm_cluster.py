@@ -40,7 +40,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 SlurmdParameters=config_overrides
-GresTypes=gpu
+GresTypes=disk,gpu
 StateSaveLocation=/run/slurm
 SlurmdSpoolDir=/run/slurm
 SlurmctldPidFile=/run/slurm/slurmctld.pid
@@ -61,6 +61,7 @@ mkdir -p /run/munge /run/slurm
 cd /run/munge
 umask 077; echo "$1" > key; umask 022
 echo "$2" > /etc/slurm/slurm.conf
+[ "$3" = 0 ] || echo "Name=disk Count=1" > /etc/slurm/gres.conf
 for i in $(seq "$3"); do
     : > /run/gpu$i
     echo "Name=gpu File=/run/gpu$i" >> /etc/slurm/gres.conf
@@ -93,7 +94,7 @@ class Slurm:
             text += f"{name}={value}\n"
         text += f"NodeName=node[1-{count}] CPUs=4 RealMemory=16000"
         if gpus:
-            text += f" Gres=gpu:{gpus}"
+            text += f" Gres=disk:1,gpu:{gpus}"
         text += "\nPartitionName=all Nodes=ALL Default=YES"
         key = secrets.token_hex(64)
         self.hosts = hosts.Hosts(count + 1, folder)
