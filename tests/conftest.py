@@ -17,6 +17,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.helpers.checks import noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
@@ -40,23 +41,28 @@ def pytest_addoption(parser):
     )
 
 
-# Gradients are computed in forks, so that tests pass in any order.
+# Gradients are computed in forks, so that tests pass in any order. There models are
+# compiled, too: a build for CUDA would count eight GPUs where there is none.
 
-backward = torch.autograd.backward
-grad = torch.autograd.grad
+ONLY_IN_FORKS = [
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (FakeTensorMode, "__enter__"),  # of each compilation
+]
+allowed = [getattr(*place) for place in ONLY_IN_FORKS]
 
 
 def refuse(*_, **__):
-    pytest.fail("gradients in pytest's own process: tests/helpers/forked.py says why")
+    pytest.fail("a gradient or a compilation in pytest's own process: use in_a_fork")
 
 
 def allow():
-    torch.autograd.backward = backward
-    torch.autograd.grad = grad
+    for place, function in zip(ONLY_IN_FORKS, allowed, strict=True):
+        setattr(*place, function)
 
 
-torch.autograd.backward = refuse
-torch.autograd.grad = refuse
+for place in ONLY_IN_FORKS:
+    setattr(*place, refuse)
 os.register_at_fork(after_in_child=allow)
 
 

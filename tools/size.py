@@ -61,9 +61,18 @@ def text_of(name):
 
 
 def tokens_of(name):
-    """{line: how many tokens begin in it}"""
-    tokens = tokenize.generate_tokens(io.StringIO(text_of(name)).readline)
-    return Counter(token.start[0] for token in tokens if token.type not in LAYOUT)
+    """{line: how many tokens begin in it}; an f-string is one, as before Python 3.12."""
+    counts = Counter()
+    open_strings = 0
+    for token in tokenize.generate_tokens(io.StringIO(text_of(name)).readline):
+        kind = tokenize.tok_name[token.type]
+        if open_strings == 0 and token.type not in LAYOUT:
+            counts[token.start[0]] += 1
+        if kind in ("FSTRING_START", "TSTRING_START"):
+            open_strings += 1
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            open_strings -= 1
+    return counts
 
 
 def parent_of(name):

@@ -80,6 +80,7 @@ class Trainer:
         steps = len(self.train_data)
         self.scheduler = schedule(self.optimizer, steps, self.epochs_run, total_epochs)
         for epoch in range(self.epochs_run, total_epochs):
+            lr = self.scheduler.get_last_lr()[0]  # in the epoch's first step
             start = time.perf_counter()
             train_loss = self._run_epoch(epoch)
             samples_per_s = len(self.train_data.dataset) / (time.perf_counter() - start)
@@ -90,7 +91,6 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
                 f" | accuracy {accuracy:.6f} | gradient norm {self.norm.item():.3f}"
             )
-            lr = self.scheduler.get_last_lr()[0]
             self.log.append([self.epochs_run, lr, train_loss, held_out_loss, accuracy])
             write_log(f"{self.snapshot_path}.csv", self.log)
             # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.

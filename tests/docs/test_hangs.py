@@ -22,12 +22,15 @@ TIMEOUT_S = 8
 def skipped(tmp_path_factory):
     """(Done, what stacks.sh printed while it hung) of hang.py with `skip`.
 
-    Rank 1 has a DataLoader, whose worker also sleeps.
+    Rank 1 has a DataLoader, whose worker also sleeps. It is a fork, as a lambda needs
+    it: Python 3.14 has another default.
     """
     folder = tmp_path_factory.mktemp("skipped")
     # The worker sleeps longer than the ranks wait.
-    loader = "DataLoader([0], num_workers=1, collate_fn=lambda _: time.sleep(12))"
-    loader = f"loader = iter(torch.utils.data.{loader}); save()  # this"
+    worker = "num_workers=1, multiprocessing_context='fork'"
+    sleep = "collate_fn=lambda _: time.sleep(12)"
+    loader = f"torch.utils.data.DataLoader([0], {worker}, {sleep})"
+    loader = f"loader = iter({loader}); save()  # this"
     script = plant(
         "docs/it_hangs/hang.py",
         folder / "copy",

@@ -134,6 +134,15 @@ def test_the_first_change_is_in_sight(visit, address, viewport):
         assert box["y"] + box["height"] < viewport["height"], pair
 
 
+def test_a_touch_screen_tears_no_column_apart(visit):
+    """There the buttons that copy have room of their own, above what they copy."""
+    heights = "all => all.map((x) => x.offsetHeight)"
+    columns = visit(PAIR).locator(".lines pre").evaluate_all(heights)
+    tab = visit(PAIR, has_touch=True, is_mobile=True)
+    assert tab.evaluate("matchMedia('(hover: none)').matches")
+    assert tab.locator(".lines pre").evaluate_all(heights) == columns
+
+
 def test_keys_lead_to_the_changes_in_sight(visit):
     """From what is in sight; those that are folded away are left out.
 

@@ -33,6 +33,7 @@ def in_a_fork(function):
 
 def write(file, function, *arguments, **options):
     """In the fork: write down (result, failure) and end."""
+    torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort
     result = None
     failure = None
     try:

@@ -156,6 +156,7 @@ def test_cached_generation_equals_uncached(which):
     check_cache(awake(build(which)))
 
 
+@in_a_fork
 def test_generation_is_not_compiled():
     """A compiled model would be compiled anew for each length of the text."""
     graphs = []

@@ -11,12 +11,16 @@ def test_nothing_is_too_large():
 
 
 def test_what_counts(tmp_path):
-    """In Python, no comment, and no line of the parent's; on a page, the prose."""
+    """In Python, no comment, and no line of the parent's; on a page, the prose.
+
+    An f-string is one token, although Python 3.12 and later make several of it.
+    """
     parent = tmp_path / "a.py"
     code = "one = f(1)  # why\n\ntwo = 2\n"
     parent.write_text(code)
     child = tmp_path / "b.py"
-    child.write_text(f"# Parent: {parent}\n{code}three = (\n    3\n)\n")
+    string = """f"{one:{two}} {f'{1}'}"\n"""
+    child.write_text(f"# Parent: {parent}\n{code}three = (\n    {string})\n")
     page = tmp_path / "c.md"
     page.write_text("Two words.\n\n```sh\nls\n```\n<!-- end -->\nTests: [a](b)\n")
     assert size.tokens_of(child).total() == 14

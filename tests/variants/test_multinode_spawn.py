@@ -129,7 +129,7 @@ HELP = (
     "machines, default 1",
     "-nr NR the number of this machine: 0, 1 and so on",
     "GPUS processes on each",
-    "--master-addr MASTER_ADDR, --master_addr",
+    "--master_addr MASTER_ADDR",
     "name or address of machine 0 (default: localhost)",
     "MASTER_PORT where machine 0 waits (default: 29500)",
     "--wait WAIT seconds to wait for the other machines (default: 300)",

@@ -125,13 +125,16 @@ def test_a_killed_rank_leaves_no_worker(tmp_path):
 
 
 def test_one_rank_writes_the_log(two_epochs):
-    """The other, which would write a file of its own here, does not."""
+    """The other, which would write a file of its own here, does not.
+
+    Its learning rate is that of an epoch's first step.
+    """
     (log,) = two_epochs().glob("*.csv*")
     assert log.name == "snapshot.pt.csv.0"
     first, second = rows(two_epochs(), "snapshot.pt.csv.0")
     assert list(first)[2:] == ["train loss", "held-out loss", "accuracy"]
     rates = [first["learning rate"], second["learning rate"]]
-    assert rates == pytest.approx([expected_rates(2 * STEPS)[STEPS], 0])
+    assert rates == pytest.approx(expected_rates(2 * STEPS)[::STEPS])
 
 
 def test_a_huge_gradient_is_clipped(tmp_path):

@@ -2,18 +2,19 @@
 
 import re
 
-from tools.diffs import hunks
+from tools.diffs import hunks, signed
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
 from tools.site.pages import has, parse, right_output
 
-# Whose diffs come first: each of these texts is in one of them, with what goes wrong.
+# What comes first: each of these texts is in one change, with what goes wrong.
 MISTAKES = {
-    "RandomSampler": "With RandomSampler, all devices take the same samples: a lower"
-    " loss in twice as many steps, but your second device does nothing new.",
-    "set_epoch": "Without set_epoch, every epoch has the order of the first: a lower"
-    " loss by luck, of another training.",
-    "ddp_model(source)": "With self.model, each device trains a model of its own.",
+    "RandomSampler": "With the red lines, both devices take the same samples. The loss"
+    " is lower because an epoch has twice as many steps, but a single device prints"
+    " the same losses.",
+    "set_epoch": "Without the green line, every epoch has the order of the first. The"
+    " losses after it are those of a different training; this one is lower by chance.",
+    "ddp_model(source)": "With the red line, each device trains a model of its own.",
 }
 
 
@@ -30,8 +31,18 @@ def readme():
     return {"title": title, "promise": promise, "commands": fence[1]}
 
 
+def correction(script, faults):
+    """The lines of a diff from a script with faults to the script as it is."""
+    lines = []
+    for right, wrong in faults:
+        (line,) = [line for line in read_lines(script) if right in line]
+        removed = [line.replace(right, wrong)] if wrong != "pass" else []
+        lines += signed(removed, [line])
+    return lines
+
+
 def mistake(text, old, new, explained):
-    """A diff, and the losses that are printed with it and without it."""
+    """A run's faults as a diff, and the losses that it prints with and without them."""
     (hunk,) = [hunk for hunk in hunks(old, new) if has(hunk, text)]
     name, heading, anchor = explained[old, new][hunk.number]
     page = parse(f"docs/{name}.md")
@@ -39,11 +50,12 @@ def mistake(text, old, new, explained):
     right = page.output_of(right_output(page, blocks[0]))
     wrong = page.output_of(blocks[0])
     others = "\n".join(map(page.output_of, blocks[1:]))
+    lines = correction(new, blocks[0].faults)
     epoch, *held_out = losses(right, wrong)[-1]
     return {
         "heading": heading,
         "id": f"why-{name}-{anchor}",
-        "diff": re.sub("(>[-+]) +", r"\1 ", diff_html(old, new, hunk.lines)),
+        "diff": re.sub("(>[-+]) +", r"\1 ", diff_html(old, new, lines)),
         "epoch": epoch,
         "losses": [f"{float(loss):.3f}" for loss in held_out],
         "what": MISTAKES[text],
