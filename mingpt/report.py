@@ -7,13 +7,17 @@ import torch.distributed as dist
 
 
 def describe_run(args, corpus, model, device):
-    """What is about to run, in three lines. `model`: before it is split."""
+    """What is about to run, in three or four lines. `model`: before it is split."""
     config = model.config
     world_size = dist.get_world_size()
     parameters = sum(weight.numel() for weight in model.parameters())
     tokens = world_size // args.split * args.batch_size * config.block_size
     passes = args.steps * tokens / len(corpus.train)
-    compiled = "compiled" if args.compile == "on" else "not compiled"
+    compiled = "not compiled"
+    wait = ""
+    if args.compile == "on":
+        compiled = "compiled"
+        wait = "\ncompiling: the first step takes a minute, and more on a busy machine"
     if args.split > 1:
         compiled += f", split over {args.split} ranks"
     return (
@@ -24,7 +28,7 @@ def describe_run(args, corpus, model, device):
         f"run: {world_size} x {device.type}, {args.precision}, {compiled}, batch"
         f" {args.batch_size} blocks each in {args.accumulate} micro-batches:"
         f" {tokens:,} tokens a step, {args.steps} steps, {passes:.2g} passes over the"
-        " text"
+        f" text{wait}"
     )
 
 

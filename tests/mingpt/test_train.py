@@ -152,7 +152,8 @@ def test_resume_compiled(gpt, tmp_path):
     stopped = tmp_path / "stopped"
     options = [*RESUMABLE, "--compile", "on"]
     how = {"OMP_NUM_THREADS": 2, "real": "a fork has no pool that compiles"}
-    gpt(whole, *options, **how)
+    done = gpt(whole, *options, **how)
+    assert "\ncompiling: the first step takes a minute" in done.stdout
     fault = {"DO": "sigterm", "AT_STEP": 8}
     gpt(stopped, *options, status=os.EX_TEMPFAIL, **fault, **how)
     assert steps_run(stopped) == 10

@@ -1,5 +1,6 @@
 // A stand-in for an accelerator: a device type of its own over the CPU's memory, and
-// collectives that refuse what NCCL refuses. sitecustomize.py builds and registers it.
+// collectives (gloo's) that refuse what NCCL refuses. It has no sparse tensors, so that
+// sparse gradients fail, too. sitecustomize.py builds and registers it.
 //
 // It shows that all that belongs on a device is there, and what waits for it. Each device
 // has random numbers of its own, by the CPU's algorithm. It computes as the CPU does, one

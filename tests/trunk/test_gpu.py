@@ -2,9 +2,9 @@
 
     timeout --signal=INT 45m pytest --all -vrA --durations=0 tests/trunk/test_gpu.py
 
-stops after 45 minutes, and ends with what each test has found, and how long it took. A
-PyTorch that is built for no GPU takes the stand-in, so that no test fails for a reason
-of its own: tests/standin.
+stops after 45 minutes, and ends with what each test has found, and how long it took.
+Where no GPU of NVIDIA or AMD answers, it takes the stand-in, so that no test fails for a
+reason of its own: tests/standin.
 """
 
 import json
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import VISIBLE
+from tests.helpers.forked import in_a_fork
 from tests.helpers.text import sentences
 from tools.run.launch import (
     HOOKS,
@@ -29,9 +30,19 @@ from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT, SCRIPTS
 
-# AMD's GPUs are "cuda", too.
-KIND = str(torch.accelerator.current_accelerator() or "standin")
-# All other tests hide the GPUs. NCCL would print lines among the script's.
+
+
+@in_a_fork
+def gpus():
+    """How many answer, of those that tests/conftest.py hides from all other tests."""
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    if VISIBLE is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
+    return torch.cuda.device_count()  # AMD's are "cuda", too
+
+
+KIND = "cuda" if gpus() else "standin"
+# NCCL would print lines among the script's.
 ENV = {"CUDA_VISIBLE_DEVICES": (VISIBLE or "0").split(",")[0], "NCCL_DEBUG": None}
 REAL = "a GPU's driver does not survive a fork"
 NO_TIMER = "this comes nowhere"
@@ -42,25 +53,17 @@ if KIND == "standin":
     ENV = {"PYTHONPATH": ROOT / "tests" / "standin", "STANDIN_DEVICES": 1}
     REAL = ""
 ONE = {"nprocs": 1, "real": REAL, **ENV}
-BUILT_FOR = pytest.mark.skipif(
-    not REAL, reason="compiles for GPUs: PyTorch is built for no GPU"
+needs_gpu = pytest.mark.skipif(
+    KIND == "standin", reason="compiles for GPUs: no GPU answers"
 )
 pytestmark = pytest.mark.waits
 TEXT = ["--data", "text.txt", "--cache", "tokens"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_gpu(request, tmp_path_factory):
+def one_gpu(request):
     if KIND == "standin":
         request.getfixturevalue("standin")
-        return
-    code = "import torch; print(torch.accelerator.device_count())"
-    program = Program(
-        ["python", "-c", code], tmp_path_factory.getbasetemp(), real=True, **ENV
-    )
-    done = program.finish()
-    if KIND != "cuda" or int(done.stdout) == 0:
-        pytest.skip("PyTorch sees no GPU of NVIDIA or AMD")
 
 
 def assert_close(found, expected, rtol=1e-3):
@@ -207,7 +210,7 @@ def test_mingpt_resumes_after_sigterm_bit_for_bit(tmp_path):
     assert same_bits(resumed, undisturbed)
 
 
-@BUILT_FOR
+@needs_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_compiled_mingpt_resumes_after_sigterm(precision, tmp_path):
     """To rounding: compiled kernels add up an embedding's gradient in any order."""
