@@ -61,7 +61,7 @@ def text_of(name):
 
 
 def tokens_of(name):
-    """{line: how many tokens begin in it}; an f-string is one, as before Python 3.12."""
+    """{line: its tokens}. An f-string is one, as before Python 3.12."""
     counts = Counter()
     open_strings = 0
     for token in tokenize.generate_tokens(io.StringIO(text_of(name)).readline):

@@ -3,8 +3,8 @@
     timeout --signal=INT 45m pytest --all -vrA --durations=0 tests/trunk/test_gpu.py
 
 stops after 45 minutes, and ends with what each test has found, and how long it took.
-Where no GPU of NVIDIA or AMD answers, it takes the stand-in, so that no test fails for a
-reason of its own: tests/standin.
+Where no GPU of NVIDIA or AMD answers, it takes the stand-in, so that no test fails for
+a reason of its own: tests/standin.
 """
 
 import json
@@ -29,7 +29,6 @@ from tools.run.launch import (
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT, SCRIPTS
-
 
 
 @in_a_fork
