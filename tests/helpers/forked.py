@@ -6,6 +6,7 @@ pytest's own process.
 """
 
 import functools
+import gc
 import os
 import tempfile
 import traceback
@@ -33,6 +34,7 @@ def in_a_fork(function):
 
 def write(file, function, *arguments, **options):
     """In the fork: write down (result, failure) and end."""
+    gc.freeze()  # or each collection would copy all that the parent has: 0.2 s
     torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort
     result = None
     failure = None

@@ -26,7 +26,9 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # noqa: F401  any optimizer imports it: once here, not in each fork
+import torch.distributed.checkpoint  # noqa: F401  too
 import torch.distributed.run
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tools.scripts import ROOT, calls, tree
 
@@ -100,8 +102,12 @@ def _spawned(fn, *args):
 
 
 def _torchrun(words):
-    """What `torchrun WORDS` does: its own code, but that the ranks are forks."""
+    """What `torchrun WORDS` does: its own code, but that the ranks are forks.
+
+    And that it does not pause: before it meets others, or until it looks at its ranks.
+    """
     config_from_args = torch.distributed.run.config_from_args
+    delay = dynamic_rendezvous._delay
 
     def rank(script, arguments, is_module):
         set_path_for(script, is_module)
@@ -111,9 +117,15 @@ def _torchrun(words):
     def with_forks(args):
         config, _, _ = config_from_args(args)
         config.start_method = "fork"
+        config.monitor_interval = 0.01
         script = args.training_script, args.training_script_args, args.module
         return config, rank, script
 
+    def only_while_it_waits(seconds):
+        if seconds != (0, 0.3):  # up to this long at random, or machines would collide
+            delay(seconds)
+
+    dynamic_rendezvous._delay = only_while_it_waits
     torch.distributed.run.config_from_args = with_forks
     torch.multiprocessing.start_processes = _start_forks
     torch.distributed.run.main(words)
