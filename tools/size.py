@@ -6,13 +6,11 @@ Of Python, tokens count: names, numbers, strings and operators, without comments
 layout. So it costs nothing to split a line into clearer ones. "Own" tokens stand on
 lines that the file does not have from its parent. Of a page, words count, but not its
 code, its markers and its lists of tests. Of a diff, changed lines count, but not blank
-ones. Of many files of a kind it shows the largest. A line of 18 tokens or more is
-dense: in click's and nanochat's code, 4 to 10 % of the lines are.
+ones. Of many files of a kind it shows the largest.
 
 Exit status 1: something is too large.
 """
 
-import functools
 import io
 import re
 import sys
@@ -45,15 +43,7 @@ WORDS_OF_A_VARIANT = 1_600
 WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 160  # without a row for each script
 FOLDERS = 7
-DENSE = 18  # tokens in a line
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
 
 
 def text_of(name):
@@ -66,12 +56,10 @@ def tokens_of(name):
     open_strings = 0
     for token in tokenize.generate_tokens(io.StringIO(text_of(name)).readline):
         kind = tokenize.tok_name[token.type]
-        if open_strings == 0 and token.type not in LAYOUT:
+        if open_strings == 0 and kind not in LAYOUT:
             counts[token.start[0]] += 1
-        if kind in ("FSTRING_START", "TSTRING_START"):
-            open_strings += 1
-        elif kind in ("FSTRING_END", "TSTRING_END"):
-            open_strings -= 1
+        open_strings += kind.endswith("STRING_START")
+        open_strings -= kind.endswith("STRING_END")
     return counts
 
 
@@ -82,7 +70,6 @@ def parent_of(name):
     return named[1] if named else PARENTS.get(name)
 
 
-@functools.cache
 def own_tokens(name):
     """`tokens_of` the lines that are no verbatim copy of the parent's."""
     tokens = tokens_of(name)
@@ -157,18 +144,10 @@ def too_large(found):
 
 
 def show(found):
-    """Print the largest of each kind, and how dense the lines of each folder are."""
+    """Print the largest of each kind."""
     for what, most, counts in found:
         name = max(counts, key=counts.get)
         print(f"{counts[name]:8,} of {most:7,} {what}: {name}")
-    for prefix in ("utils.py", "variants/", "mingpt/", "cluster/", "tools/", "tests/"):
-        lines = []
-        for name in file_names():
-            if name.startswith(prefix) and name.endswith(".py"):
-                lines += own_tokens(name).values()
-        average = sum(lines) / len(lines)
-        share = sum(count >= DENSE for count in lines) / len(lines)
-        print(f"{average:8.1f} tokens a line, {share:3.0%} dense: {prefix}")
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
     assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
-class Begins(Callback):  # as in aitoolbox
+class Begins(Callback):
     def on_train_begin(self, loop): ...
 
 

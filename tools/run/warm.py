@@ -7,7 +7,6 @@ Import this module before any tensor is computed: a pool of threads does not sur
 fork.
 """
 
-import ast
 import atexit
 import faulthandler
 import functools
@@ -20,6 +19,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import time
 import types
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.distributed.checkpoint  # noqa: F401  too
 import torch.distributed.run
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from tools.scripts import ROOT, calls, tree
+from tools.scripts import ROOT, calls
 
 FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
@@ -104,10 +104,9 @@ def _spawned(fn, *args):
 def _torchrun(words):
     """What `torchrun WORDS` does: its own code, but that the ranks are forks.
 
-    And that it does not pause: before it meets others, or until it looks at its ranks.
+    And it hardly pauses: before it meets others, or until it looks at its ranks.
     """
     config_from_args = torch.distributed.run.config_from_args
-    delay = dynamic_rendezvous._delay
 
     def rank(script, arguments, is_module):
         set_path_for(script, is_module)
@@ -121,11 +120,7 @@ def _torchrun(words):
         script = args.training_script, args.training_script_args, args.module
         return config, rank, script
 
-    def only_while_it_waits(seconds):
-        if seconds != (0, 0.3):  # up to this long at random, or machines would collide
-            delay(seconds)
-
-    dynamic_rendezvous._delay = only_while_it_waits
+    dynamic_rendezvous._delay = lambda _: time.sleep(0.01)  # not 0.3 or 1 s
     torch.distributed.run.config_from_args = with_forks
     torch.multiprocessing.start_processes = _start_forks
     torch.distributed.run.main(words)
@@ -176,12 +171,8 @@ def uses_fork_server(words, folders):
         if ".py" in word:
             names.append(word.partition("::")[0])
     products = itertools.product(folders, names)
-    paths = {Path(folder, name).resolve() for folder, name in products}
-    for path in filter(os.path.isfile, paths):
-        for node in ast.walk(tree(path)):
-            if getattr(node, "value", None) == "forkserver":
-                return True
-    return False
+    paths = {Path(folder, name) for folder, name in products}
+    return any('"forkserver"' in path.read_text() for path in paths if path.is_file())
 
 
 @functools.cache
