@@ -165,7 +165,7 @@ def test_generation_is_not_compiled():
         graphs.append(graph)
         return graph.forward
 
-    model = build(module)
+    model = build(module, n_layer=1)
     model.compile(backend=backend)
     model.generate(tokens(model, length=3), 2)
     assert not graphs

@@ -120,7 +120,7 @@ def _torchrun(words):
         script = args.training_script, args.training_script_args, args.module
         return config, rank, script
 
-    dynamic_rendezvous._delay = lambda _: time.sleep(0.01)  # not 0.3 or 1 s
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(0.01)  # not 0.3 or 1 s
     torch.distributed.run.config_from_args = with_forks
     torch.multiprocessing.start_processes = _start_forks
     torch.distributed.run.main(words)
