@@ -93,8 +93,12 @@ def preempt(script, tmp_path):
 
 @pytest.mark.waits
 def test_sigterm_to_torchrun(runs, tmp_path):
-    """It signals whole process groups, and so the workers of a DataLoader, too."""
-    workers = "worker_init_fn=", "num_workers=2,\n        worker_init_fn="
+    """It signals whole process groups, and so the workers of a DataLoader, too.
+
+    A fork server, from which they come in Python 3.14, would die.
+    """
+    options = "num_workers=2, multiprocessing_context='fork', worker_init_fn="
+    workers = "worker_init_fn=", options
     script = plant(NAME, tmp_path / "copy", workers, hooks=["faults:in_step_80"])
     mark = uuid.uuid4().hex
     env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
