@@ -1,8 +1,8 @@
-"""Compute gradients in a fork: at its first one, autograd counts a process' devices.
+"""Compute gradients and compile in a fork, because both count a process' devices.
 
-Later forks of that process would inherit the count, and the stand-in for GPUs, whose
-devices appear in a fork, would have none. tests/conftest.py refuses a gradient in
-pytest's own process.
+Later forks of that process would inherit the count: the stand-in for GPUs, whose
+devices appear in a fork, would have none, and a build for CUDA would start the threads
+of eight GPUs. tests/conftest.py refuses both in pytest's own process.
 """
 
 import functools

@@ -88,7 +88,8 @@ def refused_in_a_rank(name, folder, *args, script=None):
 
 
 @pytest.mark.parametrize("args", ARGUMENTS)
-def test_bad_argument(args, line_of):
+def test_bad_argument(args, line_of, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the repository may not be writable
     parser = utils.make_parser("")
     assert ARGUMENTS[args] in line_of(parser.parse_args, args.split())
 

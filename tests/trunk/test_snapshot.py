@@ -88,16 +88,6 @@ def test_the_optimizer_gets_what_was_saved():
     assert other.state[weight]["momentum_buffer"].dtype == torch.float32
 
 
-def test_an_older_snapshot_keeps_its_second_name(tmp_path):
-    """Chapter 1 says so."""
-    path = str(tmp_path / "snapshot.pt")
-    for epochs in (1, 2):
-        utils.save_atomically({"EPOCHS_RUN": epochs}, path)
-        os.link(path, f"{path}.{epochs}")
-    assert load(f"{path}.1")["EPOCHS_RUN"] == 1
-    assert load(path)["EPOCHS_RUN"] == 2
-
-
 def test_seed():
     """It seeds all that data may draw from."""
 

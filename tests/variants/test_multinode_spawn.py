@@ -137,7 +137,8 @@ HELP = (
 
 
 @pytest.mark.parametrize("words", [*LINES, "--help"])
-def test_bad_argument_and_help(words, monkeypatch, capsys):
+def test_bad_argument_and_help(words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the repository may not be writable
     multinode_spawn = import_script(NAME)
     monkeypatch.setattr(sys, "argv", ["multinode_spawn.py", *words.split()])
     with pytest.raises(SystemExit):

@@ -9,11 +9,12 @@ from tools.site.pages import has, parse, right_output
 
 # What comes first: each of these texts is in one change, with what goes wrong.
 MISTAKES = {
-    "RandomSampler": "With the red lines, both devices take the same samples. The loss"
-    " is lower because an epoch has twice as many steps, but a single device prints"
-    " the same losses.",
-    "set_epoch": "Without the green line, every epoch has the order of the first. The"
-    " losses after it are those of a different training; this one is lower by chance.",
+    "RandomSampler": "With both red lines, both devices take the same samples. The loss"
+    " is lower only because an epoch has twice as many steps. One device alone prints"
+    " the same losses, so the second does no useful work.",
+    "set_epoch": "Without the green line, every epoch has the order of the first. From"
+    " the second epoch on, the losses are those of a different training. This one is"
+    " lower by chance.",
     "ddp_model(source)": "With the red line, each device trains a model of its own.",
 }
 
