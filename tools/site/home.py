@@ -61,7 +61,7 @@ def mistake(text, old, new, explained):
         "losses": [f"{float(loss):.3f}" for loss in held_out],
         "what": MISTAKES[text],
         "stops": "error:" in wrong,
-        "audit": re.findall(r"(?m)^\S+: MISTAKE.*", others),
+        "audit": re.findall(r"(?m)^\S+: (MISTAKE.*)", others),
     }
 
 
