@@ -5,12 +5,16 @@ STANDIN_DEVICES says (2). It is compiled once per version of PyTorch: a minute.
 """
 
 import contextlib
+import logging
 import types
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.cpp_extension import load
+
+# A build for CUDA would warn in each process that it finds no GPU.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+from torch.utils.cpp_extension import load  # noqa: E402
 
 plain_data = torch.Tensor.data
 
