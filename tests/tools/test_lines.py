@@ -2,12 +2,13 @@
 
 import re
 import shutil
+import subprocess
 
 import pytest
 
 from tools.diffs import hunks
 from tools.files import copy_tree, edit
-from tools.prove import lines
+from tools.prove import lines, record
 from tools.prove.mutants import meaning, mutants
 from tools.run.processes import Program
 from tools.scripts import ALL_EDGES, ROOT
@@ -186,8 +187,8 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
     ("script.py", "c = 1", "c = 2", [3, 4]),
     ("script.py", "d = 1", "d = 2", [6]),
     ("script.py", "# why", "# because", []),
-    ("utils.py", "return deeper(a)", "return 1", [3, 4]),
-    ("utils.py", "return 1", "return 3", [3, 4]),
+    ("utils.py", "return deeper(a)", "return 1", [3]),
+    ("utils.py", "return 1", "return 3", [3]),
     ("utils.py", "return 2", "return 3", []),
     ("tests/test_them.py", "SIZE == 4", "SIZE == 3", [3, 4, 6]),
     ("tests/test_them.py", "SIZE = 3", "SIZE = 4", [3, 4, 6]),
@@ -198,6 +199,7 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
 ]
 
 
+EDGE = ("single_gpu.py", "multigpu.py")
 NAMED = "tests/test_them.py::test_named"
 ANOTHER = "tests/test_them.py::test_another"
 EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
@@ -213,23 +215,24 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-def keys(tree, test=NAMED):
-    """{line: the key of the mutant there} of script.py, which adds all lines."""
+def proofs(tree, test=NAMED):
+    """{line: the proof of the mutant there} of script.py, which adds all lines."""
     lines.code_of.cache_clear()
+    lines.code_of_test.cache_clear()
     text = (tree / "script.py").read_text()
     found = {}
     for mutant in mutants(EMPTY, text):
         if mutant.kind == "statement":
-            found[mutant.line] = lines.key_of(text, mutant, [test])
+            found[mutant.line] = lines.make_proof(EDGE, text, mutant, [test], test)
     return found
 
 
 @pytest.mark.parametrize(("name", "old", "new", "changed"), CHANGES)
 def test_what_makes_a_mutant_run_again(tree, name, old, new, changed):
-    before = keys(tree)
+    before = proofs(tree)
     assert [*before] == [3, 4, 6]
     edit(tree / name, (old, new))
-    after = keys(tree)
+    after = proofs(tree)
     assert [line for line in after if after[line] != before[line]] == changed
 
 
@@ -242,56 +245,90 @@ def test_what_makes_a_mutant_run_again(tree, name, old, new, changed):
     ],
 )
 def test_a_record_holds_as_long_as_its_killer(tree, named, old, new, holds):
-    known = {keys(tree)[6]: "test_them.py::test_named[1]"}
+    before = proofs(tree)[6]
     edit(tree / "tests/test_them.py", (old, new))
-    lines.code_of.cache_clear()
-    text = FILES["script.py"]
-    (mutant,) = [made for made in mutants(EMPTY, text) if made.what == "d = 1"]
-    proof = lines.proof_of(text, mutant, named, known)
-    assert (proof is not None) == holds
+    after = proofs(tree)
+    (mutant,) = [made for made in mutants(EMPTY, FILES["script.py"]) if made.line == 6]
+    is_named = [*lines.known_killers(mutant, named, [before])]
+    assert (bool(is_named) and after[6] == before) == holds
 
 
 def test_a_file_of_tests_may_move(tree):
     (tree / "tests/moved").mkdir()
     shutil.copy(tree / "tests/test_them.py", tree / "tests/moved")
-    assert keys(tree, "tests/moved/test_them.py::test_named") == keys(tree)
+    assert proofs(tree, "tests/moved/test_them.py::test_named") == proofs(tree)
 
 
-def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(tmp_path, monkeypatch):
-    """What survives runs again. What was killed begins with its killer, if told to."""
-    edge = ("single_gpu.py", "multigpu.py")
-    tried = []  # (mutant, the test that it begins with)
+@pytest.fixture
+def green(tmp_path, monkeypatch):
+    """A file of proofs, empty at first, as long as a test runs."""
+    file = tmp_path / "green.txt"
+    monkeypatch.setattr(record, "GREEN", file)
+    return file
+
+
+def test_what_is_proven_runs_once_also_if_a_run_is_interrupted(green, monkeypatch):
+    """What survives runs again. What was killed begins with its killer alone."""
+    tried = []  # (mutant, tests)
     survivors = []
     ends_after = [3]  # mutants: then the run is interrupted
 
     def run(child, tasks):
-        for mutant, tests, killer in tasks:
+        for mutant, tests in tasks:
             result = lines.facts | {"took_s": dict.fromkeys(tests, 1)}
             if mutant:
                 if len(tried) in ends_after:
                     raise KeyboardInterrupt
-                tried.append((mutant, killer))
+                tried.append((mutant, tests))
                 if mutant not in survivors:
                     result["killer"] = tests[-1]
             yield mutant, result, ""
 
-    monkeypatch.setattr(lines, "GREEN", tmp_path / "green.json")
     monkeypatch.setattr(lines, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        lines.prove(edge)
+        lines.prove(EDGE)
     first = [*tried]
     tried.clear()
     ends_after.clear()
-    found = mutants(*((ROOT / name).read_text() for name in edge))
+    found = mutants(*((ROOT / name).read_text() for name in EDGE))
     survivors.append(found[5])
-    assert not lines.prove(edge)
+    assert not lines.prove(EDGE)
     assert len(first) == 3 and len(first) + len(tried) == len(found)
     tried.clear()
     survivors.clear()
-    assert lines.prove(edge)
-    assert tried == [(found[5], "")]
-    assert lines.prove(edge)
+    assert lines.prove(EDGE)
+    assert [mutant for mutant, _ in tried] == [found[5]]
+    assert lines.prove(EDGE)
     assert len(tried) == 1
-    assert lines.prove(edge, full=True)
+    assert lines.prove(EDGE, full=True)
     assert len(tried) == 1 + len(found)
-    assert all(killer.startswith("test_") for _, killer in tried[1:])
+    # The killer of one no longer fails: all tests that are named are tried.
+    tried.clear()
+    survivors.append(found[5])
+    assert not lines.prove(EDGE, full=True)
+    again = [len(tests) for mutant, tests in tried if mutant == found[5]]
+    assert again[0] < again[1]
+
+
+def test_records_of_two_branches_merge(tmp_path, green):
+    """Both change the line of one mutant: git keeps both lines, and one still holds."""
+
+    def git(command):
+        words = f"git -c user.name=x -c user.email=x {command}".split()
+        subprocess.run(words, check=True, cwd=tmp_path)
+
+    def commit(branch, digest):
+        git(f"checkout -q -b {branch}")
+        record.change([record.Proof("edge", "line", digest, "test")], record.read())
+        git("add .")
+        git(f"commit -q -m {branch}")
+
+    (tmp_path / ".gitattributes").write_text("green.txt merge=union\n")
+    assert "/green.txt merge=union\n" in (ROOT / ".gitattributes").read_text()
+    git("init -q")
+    commit("main", "a")
+    commit("one", "b")
+    git("checkout -q main")
+    commit("two", "c")
+    git("merge -q one")
+    assert {proof.digest for proof in record.read()} == {"b", "c"}

@@ -3,28 +3,29 @@
     python -m tools.prove.lines [PARENT CHILD] [--only TEXT]
 
 Takes each statement, each block's header and each argument that a script's diff adds
-back out again, one at a time, and runs the tests that the line's explanation names,
-until one fails: first the one that killed this mutant before, then those that are quick
-and have killed others. Without names it does all scripts.
+back out again, one at a time, and runs tests until one fails: first the one that killed
+this mutant before. If this test no longer does, then all that the line's explanation
+names, those first that are quick and have killed others. Without names it does all
+scripts.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
 other scripts. As a control, the tests run on the script as it is before. Only a test
 that ran and failed kills a mutant. A test that times out, whose fixture fails or that
 pytest cannot collect is no verdict: the others decide.
 
-tools/prove/green.json records each mutant that a test has killed. It runs again only if
-its function has changed, a function of utils.py that it calls, its killer, or what this
-test uses of its file; and if the explanation no longer names the killer. A test's
-folder may change, and so may comments and imports. So .ci/run proves what has changed;
---full skips nothing, and CI does it once a week: it alone finds what a hook,
-conftest.py or another PyTorch changes.
+tools/prove/record.py keeps each mutant that a test has killed. It runs again only if
+its function has changed, a function of utils.py that its own lines or their replacement
+name, its killer, or what this test uses of its file; and if the explanation no longer
+names the killer. A test's folder may change, and so may comments and imports. So
+.ci/run proves what has changed. --full skips nothing, and CI does it once a week: it
+alone finds what a hook, conftest.py or another PyTorch changes, or a function of
+utils.py that only other lines of the mutant's function name.
 
 Exit status 1 if any mutant survives, and if the control fails.
 """
 
 import ast
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -41,15 +42,16 @@ import pytest
 from tools.cli import Parser
 from tools.diffs import hunks
 from tools.files import copy_tree
+from tools.prove import record
 from tools.prove.mutants import mutants
+from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, end_all
-from tools.scripts import ALL_EDGES, EDGES, ROOT, SCRIPTS
+from tools.scripts import ALL_EDGES, ROOT, SCRIPTS
 from tools.site.pages import named_tests
 
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
 JOBS = 2  # mutants tested at once
-GREEN = Path(__file__).with_name("green.json")
 
 
 # In the fork, this module is a plugin of pytest: it chooses the tests, stops when one
@@ -64,15 +66,13 @@ def pytest_collection_modifyitems(items):
 
     They are no arguments of pytest: if one file cannot be imported, it would run none.
     """
-    order, killer = json.loads(os.environ["TESTS"])
-    found = []
+    order = json.loads(os.environ["TESTS"])
+    places = {}
     for item in items:
-        is_named = function_of(item.nodeid) in order
-        if is_named and about(item.nodeid, os.environ["CHILD"]):
-            found.append(item)
-    found.sort(key=lambda item: order.index(function_of(item.nodeid)))
-    found.sort(key=lambda item: without_folder(item.nodeid) != killer)
-    items[:] = found
+        for test in (item.nodeid, function_of(item.nodeid)):
+            if test in order and about(item.nodeid, os.environ["CHILD"]):
+                places[item] = order.index(test)
+    items[:] = sorted(places, key=places.get)
 
 
 def pytest_collectreport(report):
@@ -114,6 +114,11 @@ def without_folder(test):
     return f"{Path(path).name}::{rest}"
 
 
+def with_parameters(test, killer):
+    """The id of a killer, which is this test, with its folder."""
+    return test + killer.removeprefix(function_of(killer))
+
+
 def about(test, child):
     """Whether a test's id names the script `child`, or no script at all."""
     stems = [Path(name).stem for name in SCRIPTS]
@@ -126,12 +131,9 @@ def about(test, child):
 
 
 class Case:
-    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control.
+    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control."""
 
-    killer: the test to begin with, without its folder.
-    """
-
-    def __init__(self, folder, child, mutant, tests, killer=""):
+    def __init__(self, folder, child, mutant, tests):
         self.folder = Path(folder)
         self.mutant = mutant
         self.began = time.monotonic()
@@ -157,7 +159,7 @@ class Case:
             TMPDIR=temporary,
             CHILD=child,
             FACTS=self.facts,
-            TESTS=json.dumps([tests, killer]),
+            TESTS=json.dumps(tests),
             PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
             TEST_TIMEOUT_S=os.environ.get("TEST_TIMEOUT_S", WAIT_S),
         )
@@ -181,7 +183,7 @@ class Case:
 
 
 def run(child, tasks):
-    """Yield `Case.result()` of each task, (mutant, tests, killer), as they end.
+    """Yield `Case.result()` of each task, (mutant, tests), as they end.
 
     tasks: an iterator, which is asked for the next task when there is room for it.
     """
@@ -222,78 +224,87 @@ def prove(edge, only="", full=False):
     """Run the mutants of one edge that are not proven: whether all is well."""
     parent, child = edge
     began = time.monotonic()
-    bad = []
     text = (ROOT / child).read_text()
     made = mutants((ROOT / parent).read_text(), text)
     made = [mutant for mutant in made if only in mutant.what]
     by_line = named_by_line(edge)
     every = sorted(set().union(*by_line.values()))
-    known = read_green().get(" ".join(edge), {})
+    known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
     named = {}
+    killers = {}  # those that have killed such a mutant before
     proofs = {}
-    to_run = []
-    carried = 0
     for mutant in made:
         named[mutant] = by_line.get(mutant.line, every)
-        proofs[mutant] = proof_of(text, mutant, named[mutant], known)
-        if full or not proofs[mutant]:
-            to_run.append(mutant)
-        elif known[proofs[mutant]] == "":
-            carried += 1
-    line = f"{child}: {len(made)} mutants, {len(to_run)} to run"
-    if carried:
-        line += f", {carried} proven before killers were recorded"
-    print(line, flush=True)
+        killers[mutant] = []
+        for proof, tests in known_killers(mutant, named[mutant], known):
+            killers[mutant] += [with_parameters(test, proof.by) for test in tests]
+            if proof == make_proof(edge, text, mutant, tests, proof.by):
+                proofs[mutant] = proof
+    left = [mutant for mutant in made if full or mutant not in proofs]
+    print(f"{child}: {len(made)} mutants, {len(left)} to run", flush=True)
 
-    to_try = set().union(*(named[mutant] for mutant in to_run))
-    took_s = control(child, sorted(to_try), bad)
-    if not bad:
-        killed = Counter()  # {test: how many of the mutants below}
+    bad = []
+    took_s = {}  # {test: how long it takes}, if the control has run it
+    killed = Counter()  # {test: how many of the mutants below}
 
-        def seconds_per_kill(test):
-            return took_s[test] / (1 + killed[test])
+    def seconds_per_kill(test):
+        return took_s[test] / (1 + killed[test])
 
-        def tasks():
-            for mutant in filter(named.get, to_run):
-                tests = sorted(named[mutant], key=seconds_per_kill)
-                yield mutant, tests, last_killer(mutant, known)
+    def tasks(candidates):
+        for mutant in [*left]:
+            tests = [test for test in candidates[mutant] if test in took_s]
+            if tests:
+                yield mutant, sorted(tests, key=seconds_per_kill)
 
-        for mutant in to_run:
-            if not named[mutant]:
-                report(child, mutant, facts, bad)
-        for mutant, result, _ in run(child, tasks()):
+    for candidates in killers, named:
+        to_try = set().union(*(candidates[mutant] for mutant in left)) - {*took_s}
+        took_s |= control(child, sorted(to_try), bad)
+        if candidates is named:
+            idle = sorted(to_try - {*took_s})
+            bad += [f"{test} does not run in the control" for test in idle]
+        if bad:
+            break
+        for mutant, result, _ in run(child, tasks(candidates)):
+            killer = result["killer"]
+            if not killer and candidates is killers:
+                continue  # others may miss it
             report(child, mutant, result, bad)
-            killer = function_of(result["killer"])
-            killed[killer] += 1
-            key = key_of(text, mutant, [killer] if killer else [])
-            record(edge, proofs[mutant], key, result["killer"])
-            proofs[mutant] = key
+            left.remove(mutant)
+            old = proofs.pop(mutant, None)
+            new = []
+            if killer:
+                function = function_of(killer)
+                killed[function] += 1
+                proofs[mutant] = make_proof(edge, text, mutant, [function], killer)
+                new = [proofs[mutant]]
+            record.change(add=new, drop=[old])
+    else:
+        for mutant in left:  # its explanation names no test
+            report(child, mutant, facts, bad)
         if not only:
-            forget_all_but(edge, {*proofs.values()})
+            record.change(drop={*known}.difference(proofs.values()))
     seconds = time.monotonic() - began
     print(*bad, f"{child}: {len(bad)} bad, {seconds:.0f} s", sep="\n", flush=True)
     return not bad
 
 
 def control(child, tests, bad):
-    """Run the tests on the script as it is: {test: how many seconds it took}.
+    """Run the tests on the script as it is: {test: seconds} of those that ran.
 
-    What fails or does not run is `bad`.
+    If one fails, this is `bad`.
     """
     took_s = Counter()
     by_file = itertools.groupby(tests, key=file_of)
-    tasks = ((None, [*group], "") for _, group in by_file)
+    tasks = ((None, [*group]) for _, group in by_file)
     for _, result, output in run(child, tasks):
         for test, seconds in result["took_s"].items():
-            took_s[function_of(test)] += seconds
+            for name in {test, function_of(test)}.intersection(tests):
+                took_s[name] += seconds
         if result["killer"]:
             bad.append(f"{result['killer']} fails in the control\n{output}")
         elif result["no_verdict"]:
             reasons = ", ".join(result["no_verdict"])
             bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
-    if not bad:
-        idle = [test for test in tests if test not in took_s]
-        bad += [f"{test} does not run in the control" for test in idle]
     return took_s
 
 
@@ -308,93 +319,58 @@ def report(child, mutant, result, bad):
         bad.append(line)
 
 
-# What has been proven: green.json is {"PARENT CHILD": {key of a mutant: its killer}}
+# What has been proven
 
 
-def read_green():
-    return json.loads(GREEN.read_text()) if GREEN.exists() else {}
+def known_killers(mutant, named, known):
+    """Yield (proof, its tests) of each known proof of such a mutant that is named."""
+    for proof in known:
+        if proof.what == label(mutant):
+            killer = function_of(proof.by)
+            tests = [test for test in named if without_folder(test) == killer]
+            if tests:
+                yield proof, tests
 
 
-def record(edge, old, new, killer):
-    """Write that `killer` has killed a mutant, or, if it is "", that no test has.
+def make_proof(edge, text, mutant, tests, killer):
+    """The proof by a killer, with a hash of all that it depends on.
 
-    old, new: the mutant's keys, before this and now.
+    That is the function that the mutant stands in, before and after; what its own lines
+    and their replacement use of utils.py; and the tests that are the killer. Outside of
+    functions it is the statement alone.
     """
-    green = read_green()
-    proven = green.setdefault(" ".join(edge), {})
-    proven.pop(old, None)
-    if killer:
-        proven[new] = without_folder(killer)
-    write_green(green)
-
-
-def forget_all_but(edge, keys):
-    """Leave out the mutants that are no longer made."""
-    green = read_green()
-    proven = green.get(" ".join(edge), {})
-    green[" ".join(edge)] = {key: proven[key] for key in proven if key in keys}
-    write_green(green)
-
-
-def write_green(green):
-    text = json.dumps(green, indent=1, sort_keys=True, ensure_ascii=False)
-    temporary = GREEN.with_suffix(".tmp")
-    temporary.write_text(f"{text}\n")
-    temporary.rename(GREEN)  # whole, also if this is interrupted
-
-
-def proof_of(text, mutant, named, known):
-    """The key in `known` that still holds for the mutant, or None."""
-    for key, killer in known.items():
-        if label_of(key) != label(mutant):
-            continue
-        tests = named  # of a record that is older than killers
-        if killer:
-            function = function_of(killer)
-            tests = [test for test in named if without_folder(test) == function]
-        if tests and key == key_of(text, mutant, tests):
-            return key
-    return None
-
-
-def last_killer(mutant, known):
-    """The test that has killed such a mutant before, or ""."""
-    for key, killer in known.items():
-        if killer and label_of(key) == label(mutant):
-            return killer
-    return ""
-
-
-def key_of(text, mutant, tests):
-    """What is taken out, and a hash of all that the proof by these tests depends on.
-
-    That is the function it stands in, before and after; what of utils.py this uses; and
-    the tests. Outside of functions it is the statement alone.
-    """
-    before = Counter(statements_of(ast.parse(text)))
-    after = Counter(statements_of(ast.parse(mutant.text)))
-    changed = [*(before - after), "becomes", *(after - before)]
-    parts = [mutant.kind, *changed]
-    parts += used_of(code_of("utils.py"), changed)
+    before = statements_of(text)
+    after = statements_of(mutant.text)
+    old = [*(before - after)]
+    new = [*(after - before)]
+    removed = lines_of(old) - lines_of(new)
+    own = [*removed, *(lines_of(new) - lines_of(old))]
+    parts = [mutant.kind, *old, "becomes", *new]
+    parts += used_of(code_of("utils.py"), own)
     parts += map(code_of_test, sorted(tests, key=without_folder))
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return f"{label(mutant)} {digest[:12]}"
+    digest = record.digest(parts)
+    return Proof(" ".join(edge), label(mutant), digest, without_folder(killer))
 
 
 def label(mutant):
     return mutant.what.partition(" # ")[0][:50]
 
 
-def label_of(key):
-    """A key without its hash."""
-    return key.rpartition(" ")[0]
+def lines_of(codes):
+    """How often each line stands in some codes, however deep. A statement has one."""
+    return Counter(line.strip() for code in codes for line in code.splitlines())
 
 
-def statements_of(tree, scope=""):
-    """The code of each statement at the top level and of each method of a class."""
+@functools.cache
+def statements_of(text):
+    """How often each statement stands at the top level or is a method of a class."""
+    return Counter(codes_in(ast.parse(text)))
+
+
+def codes_in(tree, scope=""):
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            yield from statements_of(node, node.name)
+            yield from codes_in(node, node.name)
             node.body = []
         yield f"{scope}: {ast.unparse(node)}"
 
@@ -431,6 +407,7 @@ def is_set(node):
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
+@functools.cache
 def code_of_test(test):
     """The code of a test, whose file may have moved, and of what it uses there."""
     path, _, name = test.partition("::")
@@ -461,7 +438,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="only what has this text in it")
     parser.add_argument("--full", action="store_true", help="skip none")
     args = parser.parse_args()
-    edges = [tuple(args.names)] if args.names else EDGES
+    edges = [tuple(args.names)] if args.names else ALL_EDGES
     if edges[0] not in ALL_EDGES:
         parser.error(f"the edges are {', '.join(map(' '.join, ALL_EDGES))}")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

@@ -260,6 +260,8 @@ def block_alone(diff, node):
 def arguments(diff):
     """Each argument that is added or changed."""
     for call in calls(diff.tree):
+        if not diff.added.intersection(lines_of(call.lineno, call.end_lineno)):
+            continue
         whole = ast.get_source_segment(diff.child, call)
         theirs = parents_arguments(diff, call)
         nodes = arguments_of(call)
