@@ -1,0 +1,90 @@
+"""What a command or a test depends on: the files that its code names, and theirs.
+
+A file is named if it is imported, or if its path, its own name, a folder that it is in
+or its module stands in a text of the code. What starts, watches and reads all programs
+names whatever there is, so that such files count, but not what they name.
+"""
+
+import ast
+import collections
+import functools
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from tools.files import file_names
+from tools.prove import record
+from tools.scripts import ROOT, tree
+
+VERSIONS = f"Python {sys.version_info[:2]}, torch {metadata.version('torch')}"
+
+
+@functools.cache
+def files_by_name():
+    """{a name of a file, or of a folder in a folder that it is in: files}."""
+    found = collections.defaultdict(set)
+    for name in file_names():
+        path = Path(name)
+        module = ".".join(path.with_suffix("").parts)
+        folders = [str(folder) for folder in path.parents[:-2]]
+        for key in {name, path.name, module, *folders}:
+            found[key].add(name)
+    return found
+
+
+def named_in(text):
+    """The files that words of a text name, if these have a dot or a slash."""
+    words = [word.strip(".").rstrip("/") for word in re.findall(r"[\w./-]+", text)]
+    names = {word for word in words if re.search("[./]", word)}
+    return set().union(*(files_by_name().get(name, ()) for name in names))
+
+
+def texts_of(code):
+    """The names of modules and the texts in a syntax tree, without docstrings."""
+    found = []
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            found += [f"{alias.name}.py {alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            found.append(node.module)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+@functools.cache
+def named_by(name):
+    """The files that a file names, if it is a program that starts a few others."""
+    if name.startswith("tools/") or name.endswith((".md", ".txt", "conftest.py")):
+        return set()
+    if name.endswith(".py"):
+        return set().union(*map(named_in, texts_of(tree(name))))
+    return named_in((ROOT / name).read_text(errors="replace"))
+
+
+def all_named(files):
+    """These files, all that they name, and so on; or all, if they build the site."""
+    found = set()
+    to_read = {*files}
+    while to_read:
+        name = to_read.pop()
+        found.add(name)
+        to_read |= named_by(name) - found
+    if any(name.startswith("tools/site/") for name in found):
+        return {*file_names()}
+    return found
+
+
+@functools.cache
+def digest_of_file(name):
+    return record.digest([name, (ROOT / name).read_bytes().hex()])
+
+
+def digest(files, *texts):
+    """A hash of these files, of texts, and of the versions of Python and PyTorch."""
+    files = sorted({*files} - {str(record.GREEN.relative_to(ROOT))})
+    return record.digest([VERSIONS, *texts, *map(digest_of_file, files)])

@@ -1,0 +1,82 @@
+"""A plugin of pytest: a test that has passed runs again if what it depends on changes.
+
+    pytest --all -m waits -p tools.prove.recorded
+
+That is its file and what this names, what all tests share, and the scripts. If one of
+its parameters is a script, it is about this one and those that it comes from. Of a file
+without any list of scripts, only the script that it names count.
+"""
+
+import functools
+import re
+
+import pytest
+
+from tools.files import file_names
+from tools.prove import record
+from tools.prove.inputs import all_named, digest
+from tools.prove.record import Proof
+from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
+
+SHARED = (
+    r"utils\.py|pyproject\.toml|tools/(run/)?\w+\.py|tests/(?!helpers/|.*(test_|md$)).*"
+)
+LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
+
+proofs = {}  # {test: its proof}
+passed = set()
+
+
+@functools.cache
+def depends_on(file, about):
+    """A hash of all that a test of `file` about some scripts depends on."""
+    files = all_named([file])
+    code = [(ROOT / name).read_text() for name in files if is_test(name)]
+    code = "\n".join(code)
+    if "copy_tree" in code:
+        return digest(file_names())
+    if about:
+        files.update(*map(ancestry, about))
+    elif re.search(LISTS, code):
+        files.update(SCRIPTS)
+    shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
+    return digest(files.union(shared, trunk()))
+
+
+def is_test(name):
+    return re.fullmatch(r"(tests|benchmarks)/.*(?<!conftest)\.py", name)
+
+
+def proof_of(item):
+    file, _, test = item.nodeid.partition("::")
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    about = tuple(value for value in parameters if value in [*SCRIPTS])
+    return Proof(file, test, depends_on(file, about))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    known = record.read()
+    for item in items:
+        proofs[item] = proof_of(item)
+    same = [item for item in items if proofs[item] in known]
+    config.hook.pytest_deselected(items=same)
+    items[:] = [item for item in items if item not in same]
+    print(f"\n{len(same)} tests have passed before, with all that they depend on")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and proofs:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.passed and report.when == "call":
+        passed.add(item)
+    if report.passed and report.when == "teardown" and item in passed:
+        proof = proofs[item]
+        old = [known for known in record.read() if known[:2] == proof[:2]]
+        record.change([proof], old)
+    return report
