@@ -1,8 +1,8 @@
-"""Fill the documents in from the code: diffs, the table of scripts, printed output.
+"""Fill the documents in from the code: diffs, quotes, tables, printed output.
 
     python -m tools.site.build           fill in what is between markers; run commands
     python -m tools.site.build --check   change nothing, and fail if anything is stale
-    ... --diffs                          the diffs and tables alone, without running
+    ... --diffs                          all but printed output, without running
     ... --only troubleshooting           one page
 
 The markers are comments, so that the pages read well wherever Markdown is shown:
@@ -11,6 +11,9 @@ The markers are comments, so that the pages read well wherever Markdown is shown
                                             expressions)
     <!-- diff OLD NEW: `text` `text` -->    the hunks that have these texts in them; of
                                             several, `Class.method: text` is one
+    <!-- code FILE: `text` `text` -->       FILE from the statement whose first line has
+                                            the first text to the end of the one with
+                                            the last; one text: that statement alone
     <!-- scripts -->                          the table of the scripts
     <!-- contents -->                       the list of all pages, by group
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
@@ -37,6 +40,7 @@ Bad input ends with one line that names the file and the line, exit status 2, an
 file changed. Exit status 1: something is stale, or a command failed.
 """
 
+import ast
 import itertools
 import os
 import re
@@ -44,7 +48,7 @@ import sys
 from pathlib import Path
 
 from tools import cli, scripts
-from tools.diffs import changed_lines, hunks
+from tools.diffs import changed_lines, hunks, tree_of
 from tools.scripts import ROOT, InputError
 from tools.site.commands import above_output, run_all, same
 from tools.site.pages import (
@@ -118,6 +122,21 @@ def hunk_diff(block):
     return ["```diff", *lines, "```"]
 
 
+def code(block):
+    """The lines of a file from one statement to another, or those of one."""
+    lines = scripts.read_lines(block.new)
+    nodes = ast.walk(tree_of(block.new))
+    statements = [node for node in nodes if isinstance(node, ast.stmt)]
+    shown = []
+    for text in block.texts:
+        found = [node for node in statements if text in lines[node.lineno - 1]]
+        if len(found) != 1:
+            where = f"the first line of {len(found)} statements of {block.new}"
+            raise block.wrong(f"{text!r} is in {where}, not of 1")
+        shown += found
+    return ["```python", *lines[shown[0].lineno - 1 : shown[-1].end_lineno], "```"]
+
+
 def link(block, text, target):
     path = os.path.relpath(target, Path(block.page).parent)
     return f"[{text}]({path})"
@@ -180,9 +199,7 @@ def check_explanations(pages):
         for hunk in hunks(old, new):
             if hunk.number in found.get(edge, {}):
                 continue
-            at = f"{old}:{hunk.old_start}"
-            if hunk.added:
-                at = f"{new}:{hunk.new_start}"
+            at = f"{new}:{hunk.new_start}"
             problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
         seen = {}
@@ -213,7 +230,7 @@ def is_explained(section):
     parts = split[::2]
     texts = split[1::2]
     in_order = parts == [part for part in PARTS if part in parts]
-    return bool(prose) and in_order and all(map(str.strip, texts))
+    return prose and in_order and all(map(str.strip, texts))
 
 
 def check_partners(pages):
@@ -254,6 +271,8 @@ def fill(page, outputs, explained):
             made = scripts_table(block, explained)
         elif block.kind == "contents":
             made = contents(block)
+        elif block.kind == "code":
+            made = code(block)
         else:
             made = hunk_diff(block) if block.hunks else shown_lines(block)
         lines[block.line : block.end] = made

@@ -35,19 +35,16 @@ def dress(app, doctree):
     raws = {raw.astext().strip(): raw for raw in doctree.findall(nodes.raw)}
     fences = {}
     for block in page.blocks:
-        if block.kind not in ("diff", "run"):
-            continue
         marker = raws[page.lines[block.line - 1]]
-        fence = fence_of(block, marker, "diff" if block.kind == "diff" else "console")
-        fences[block.line] = fence
-        lines = fence.astext().splitlines()
+        diff = fence_of(marker, "diff")
+        lines = diff.astext().splitlines() if diff else []
         if block.kind == "diff":
-            colour(fence, diff_html(block.old, block.new, lines))
-        elif block.faults and fence_of(block, marker, "diff"):  # the patch of a run
-            patch = fence_of(block, marker, "diff")
-            lines = patch.astext().splitlines()[2:]  # the text above names the file
-            html = diff_html(block.script, block.script, lines)
-            colour(patch, f'<div class="patch">{html}</div>')
+            colour(diff, diff_html(block.old, block.new, lines))
+            continue
+        fences[block.line] = fence_of(marker, "console")
+        if diff:  # the patch of a run; the text above it names the file
+            html = diff_html(block.script, block.script, lines[2:])
+            colour(diff, f'<div class="patch">{html}</div>')
     for block, right_block in switches(page):
         fence = fences[block.line]
         right = fences[right_block.line].astext()
@@ -65,8 +62,8 @@ def dress(app, doctree):
         remove_between(raws[page.lines[block.line - 1]], switch)
 
 
-def fence_of(block, marker, kind):
-    """The first fence of a kind between a block's markers, or None."""
+def fence_of(marker, kind):
+    """The first fence of a kind between a marker and its end, or None."""
     node = marker.next_node(**BELOW)
     while node and node.astext().strip() != END:
         if node.get("language") == kind:
@@ -93,15 +90,15 @@ def switches(page):
     pairs = []
     for block in page.blocks:
         right = right_output(page, block)
-        if block.faults and right:
+        if right:
             pairs.append((block, right))
     # A block that is the right output of a switch stays as it is.
     shown_as_right = [right.line for _, right in pairs]
-    found = []
-    for block, right in pairs:
-        if block.anchor in explaining and block.line not in shown_as_right:
-            found.append((block, right))
-    return found
+    return [
+        (block, right)
+        for block, right in pairs
+        if block.anchor in explaining and block.line not in shown_as_right
+    ]
 
 
 @functools.cache

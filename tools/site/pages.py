@@ -1,7 +1,8 @@
 """The Markdown pages: their headings, markers and commands; see tools/site/build.py."""
 
 import re
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,7 @@ MARKERS = {  # what stands in the comment, and its kind
     "scripts": "scripts",
     "contents": "contents",
     RUN: "run",
+    r"code (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)": "code",
     SHOWN: "diff",
     DIFF: "diff",
 }
@@ -59,6 +61,7 @@ class Block:
     anchor: str = ""
     old: str = ""
     new: str = ""
+    texts: list = field(default_factory=list)
     hunks: list = field(default_factory=list)
     status: int = 0
     show: list = field(default_factory=list)  # regular expressions; all, if empty
@@ -80,11 +83,10 @@ class Page:
 
     def section(self, block):
         """The text from the block's heading to the next, without what is generated."""
-        starts = [line for line, _, _ in self.headings]
-        first = max(line for line in starts if line <= block.line)
-        below = [line for line in starts if line > block.line]
-        end = min(below, default=len(self.lines) + 1)
-        text = "\n".join(self.lines[first - 1 : end - 1])
+        starts = [line - 1 for line, _, _ in self.headings]
+        below = bisect(starts, block.line - 1)
+        first, end = [*starts, None][below - 1 : below + 1]
+        text = "\n".join(self.lines[first:end])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
     def output_of(self, block):
@@ -176,38 +178,29 @@ def read_fence(page, first, marker):
     return last
 
 
-def marker_of(text):
-    """(kind, {part: its text}) of what stands in a comment; ("", {}) if unknown."""
-    for pattern, kind in MARKERS.items():
-        found = re.fullmatch(pattern, text)
-        if found:
-            return kind, found.groupdict(default="")
-    return "", {}
-
-
 def read_marker(page, number, line):
     """The Block of a marker's line, checked against the files that it names."""
-    at = f"{page.name}:{number}"
-    comment = re.fullmatch(r"<!-- (.*?) -->", line)
-    if not comment:
-        raise InputError(f"{at}: a marker is a comment of one line")
-    text = comment[1]
-    kind, parts = marker_of(text)
-    if not kind:
-        raise InputError(f"{at}: no such marker: {line}")
-    block = Block(page.name, number, kind, parts.get("text", text))
+    for pattern, kind in MARKERS.items():
+        found = re.fullmatch(f"<!-- {pattern} -->", line)
+        if found:
+            parts = defaultdict(str, found.groupdict(default=""))
+            block = Block(page.name, number, kind, parts["text"])
+            break
+    else:
+        raise InputError(f"{page.name}:{number}: no marker of one line: {line}")
     if page.headings:
         _, block.heading, block.anchor = page.headings[-1]
-    block.old = parts.get("old", "")
-    block.new = parts.get("new", "")
-    block.status = int(parts.get("status") or 0)
-    block.show = quoted(parts.get("show", ""))
-    block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", parts.get("faults", ""))
+    block.old = parts["old"]
+    block.new = parts["new"]
+    block.texts = quoted(parts["texts"])
+    block.status = int(parts["status"] or 0)
+    block.show = quoted(parts["show"])
+    block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", parts["faults"])
     if block.faults:
         block.script = script_of(block.text)
         check_faults(page, block)
     if kind == "diff":
-        find_hunks(block, quoted(parts.get("texts", "")))
+        find_hunks(block)
     return block
 
 
@@ -234,10 +227,10 @@ def check_faults(page, block):
             raise block.wrong(f"{block.script} has {old!r} {count} times, not once")
 
 
-def find_hunks(block, texts):
+def find_hunks(block):
     """Note the hunks of the block's diff that have these texts in them."""
     there = hunks(block.old, block.new)
-    for text in texts:
+    for text in block.texts:
         found = [hunk for hunk in there if has(hunk, text)]
         if len(found) != 1:
             where = f"the diff from {block.old} to {block.new}"
