@@ -29,8 +29,20 @@ OBSERVER = ROOT / "tests" / "observer"
 NO_HOSTS = hosts.why_not()
 needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 
+# Their commands run in new interpreters, as a user starts them: those of the scripts of
+# the root, and of one cheap variant for each launcher (`python`, `python` that spawns,
+# `torchrun`). The others' run in forks, unless pytest is told --full.
+NEW = [
+    "single_gpu.py",
+    "multigpu.py",
+    "multinode.py",
+    "variants/data_parallel.py",
+    "variants/multinode_spawn.py",
+    "variants/preemptible.py",
+]
 
-# What `pytest` leaves out unless it is told --all
+
+# What `pytest` leaves out unless it is told --all or --full
 
 
 def pytest_addoption(parser):
@@ -38,6 +50,11 @@ def pytest_addoption(parser):
         "--all",
         action="store_true",
         help="run the tests marked `waits` as well: hosts, Slurm, hangs, the browser",
+    )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="--all, and every script's command in a new interpreter, not in a fork",
     )
 
 
@@ -66,25 +83,38 @@ for place in ONLY_IN_FORKS:
 os.register_at_fork(after_in_child=allow)
 
 
-left_out = collections.Counter()  # {folder: how many of its tests}
+left_out = {}  # {option: {folder: how many of its tests}}
+
+
+def is_full(config):
+    """A test that is named, as `FILE::TEST`, runs as with --full."""
+    return config.getoption("--full") or any("::" in name for name in config.args)
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test that is named, as `FILE::TEST`, runs without --all, too."""
-    if config.getoption("--all") or any("::" in name for name in config.args):
+    if is_full(config):
         return
-    waiting = [item for item in items if item.get_closest_marker("waits")]
-    left_out.update(item.path.parent.name for item in waiting)
-    config.hook.pytest_deselected(items=waiting)
-    items[:] = [item for item in items if item not in waiting]
+    leave_out("full", "--full", config, items)
+    if not config.getoption("--all"):
+        leave_out("waits", "--all", config, items)
+
+
+def leave_out(mark, option, config, items):
+    marked = [item for item in items if item.get_closest_marker(mark)]
+    left_out[option] = collections.Counter(item.path.parent.name for item in marked)
+    config.hook.pytest_deselected(items=marked)
+    items[:] = [item for item in items if item not in marked]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """The last line that pytest prints."""
-    if left_out:
-        counts = ", ".join(f"{count} in {name}" for name, count in left_out.items())
-        print(f"Left out, because they wait: {counts}. To run them too: pytest --all")
+    """The last lines that pytest prints."""
+    reasons = {"--full": "they need new interpreters", "--all": "they wait"}
+    for option, folders in left_out.items():
+        if folders:
+            counts = ", ".join(f"{count} in {name}" for name, count in folders.items())
+            line = f"Left out, because {reasons[option]}: {counts}."
+            print(f"{line} To run them too: pytest {option}")
 
 
 # Runs
@@ -172,8 +202,8 @@ def typed(tmp_path_factory, request):
     """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
-    Without --all, commands of variants run in forks, which show no threads. Those of
-    the root, in new interpreters, start at once and run beside the tests before theirs.
+    Without --full, only those of NEW run in new interpreters: forks show no threads.
+    The scripts of the root start at once and run beside the tests before theirs.
     """
 
     def start(name):
@@ -181,7 +211,7 @@ def typed(tmp_path_factory, request):
         log = tmp_path_factory.mktemp("threads")
         launch.plant(name, folder)
         (words,) = commands(name)
-        if "/" in name and not request.config.getoption("--all"):
+        if name not in NEW and not is_full(request.config):
             return folder, log, Program(words, folder, PYTHONPATH=folder)
         program = Program(
             words, folder, real=True, PYTHONPATH=OBSERVER, THREADS_LOG=log

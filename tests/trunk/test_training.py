@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from tests.conftest import once
+from tests.conftest import NEW, once
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
@@ -39,11 +39,16 @@ MULTIGPU = "multigpu.py"
 MULTINODE = "multinode.py"
 
 
-def real(names):
-    """`names`, the variants among them for `--all`: a new interpreter is dear."""
+def real(names, if_not_new=pytest.mark.waits):
+    """`names`, the variants among them for `--all`: a command of 50 epochs is dear.
+
+    if_not_new: the mark of those that --all runs in forks.
+    """
     found = []
     for name in names:
         marks = pytest.mark.waits if "/" in name else ()
+        if name not in NEW:
+            marks = if_not_new
         found.append(pytest.param(name, marks=marks))
     return found
 
@@ -92,11 +97,12 @@ def test_the_first_command_has_nothing_to_complain_about(typed, name):
     assert not complaints
 
 
-@pytest.mark.parametrize("name", real(DISTRIBUTED))
+@pytest.mark.parametrize("name", real(DISTRIBUTED, if_not_new=pytest.mark.full))
 def test_no_gloo_thread_outlives_main(typed, name):
     """One that does may abort the process at exit, or hang it.
 
     Only a new interpreter shows it: in a fork, the line that prevents it is not missed.
+    So `--all` asks those of NEW, and `--full` all scripts.
     """
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("threads are counted in /proc, which only Linux has")
