@@ -31,7 +31,7 @@ needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 
 # Their commands run in new interpreters, as a user starts them: those of the scripts of
 # the root, and of one cheap variant for each launcher (`python`, `python` that spawns,
-# `torchrun`). The others' run in forks, unless pytest is told --full.
+# `torchrun`). The others' run in forks, unless a test marked `full` asks for more.
 NEW = [
     "single_gpu.py",
     "multigpu.py",
@@ -54,7 +54,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="--all, and every script's command in a new interpreter, not in a fork",
+        help="--all, and what only a new interpreter shows of each script",
     )
 
 
@@ -86,13 +86,9 @@ os.register_at_fork(after_in_child=allow)
 left_out = {}  # {option: {folder: how many of its tests}}
 
 
-def is_full(config):
-    """A test that is named, as `FILE::TEST`, runs as with --full."""
-    return config.getoption("--full") or any("::" in name for name in config.args)
-
-
 def pytest_collection_modifyitems(config, items):
-    if is_full(config):
+    """A test that is named, as `FILE::TEST`, runs as with --full."""
+    if config.getoption("--full") or any("::" in name for name in config.args):
         return
     leave_out("full", "--full", config, items)
     if not config.getoption("--all"):
@@ -202,16 +198,20 @@ def typed(tmp_path_factory, request):
     """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
-    Without --full, only those of NEW run in new interpreters: forks show no threads.
-    The scripts of the root start at once and run beside the tests before theirs.
+    Those of NEW run in new interpreters, and so do those whose threads a test asks for:
+    forks show none. The scripts of the root start at once and run beside other tests.
     """
+    new = {*NEW}
+    for item in request.session.items:
+        if item.get_closest_marker("full"):
+            new.add(item.callspec.params["name"])
 
     def start(name):
         folder = tmp_path_factory.mktemp("typed")
         log = tmp_path_factory.mktemp("threads")
         launch.plant(name, folder)
         (words,) = commands(name)
-        if name not in NEW and not is_full(request.config):
+        if name not in new:
             return folder, log, Program(words, folder, PYTHONPATH=folder)
         program = Program(
             words, folder, real=True, PYTHONPATH=OBSERVER, THREADS_LOG=log

@@ -102,7 +102,7 @@ def test_no_gloo_thread_outlives_main(typed, name):
     """One that does may abort the process at exit, or hang it.
 
     Only a new interpreter shows it: in a fork, the line that prevents it is not missed.
-    So `--all` asks those of NEW, and `--full` all scripts.
+    So `--all` asks the scripts of NEW, and `--full` asks all.
     """
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("threads are counted in /proc, which only Linux has")

@@ -147,7 +147,7 @@ class Case:
         temporary = self.folder / ".tmp"
         temporary.mkdir()
         self.facts = self.folder / ".facts"
-        words = ["python", "-m", "pytest", "--all", "-q", "-m", "not text"]
+        words = ["python", "-m", "pytest", "--full", "-q", "-m", "not text"]
         words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
         # pytest starts in half the time if it need not say why an assertion fails.
         words.append("--assert=plain")
