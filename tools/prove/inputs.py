@@ -1,8 +1,8 @@
 """What a command or a test depends on: the files that its code names, and theirs.
 
 A file is named if it is imported, or if its path, its own name, a folder that it is in
-or its module stands in a text of the code. What starts, watches and reads all programs
-names whatever there is, so that such files count, but not what they name.
+or its module stands in a text of the code. In tools/, which starts all programs, only
+imports count.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.files import file_names
 from tools.prove import record
-from tools.scripts import ROOT, tree
+from tools.scripts import ROOT
 
 VERSIONS = f"Python {sys.version_info[:2]}, torch {metadata.version('torch')}"
 
@@ -40,30 +40,34 @@ def named_in(text):
     return set().union(*(files_by_name().get(name, ()) for name in names))
 
 
-def texts_of(code):
-    """The names of modules and the texts in a syntax tree, without docstrings."""
-    found = []
-    for node in ast.walk(code):
+def read(code):
+    """(the names of what a Python program imports, its texts but docstrings)."""
+    imports = []
+    texts = []
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found += [f"{alias.name}.py {alias.name}" for alias in node.names]
+            imports += [f"{alias.name}.py {alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-            found.append(node.module)
+            imports += [f"{node.module}.{alias.name}" for alias in node.names]
+            imports.append(node.module)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = None
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            texts.append(node.value)
+    return imports, texts
 
 
 @functools.cache
 def named_by(name):
-    """The files that a file names, if it is a program that starts a few others."""
-    if name.startswith("tools/") or name.endswith((".md", ".txt", "conftest.py")):
+    """The files that a program names."""
+    if not name.endswith((".py", ".sh", ".sbatch")):
         return set()
+    text = (ROOT / name).read_text()
     if name.endswith(".py"):
-        return set().union(*map(named_in, texts_of(tree(name))))
-    return named_in((ROOT / name).read_text(errors="replace"))
+        imports, texts = read(text)
+        starts_any = name.startswith("tools/") or name == "tests/conftest.py"
+        text = " ".join(imports if starts_any else imports + texts)
+    return named_in(text)
 
 
 def all_named(files):

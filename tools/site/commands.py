@@ -16,7 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.files import copy_tree, edit
+from tools.files import copy_tree, edit, file_names
+from tools.prove import record
+from tools.prove.inputs import all_named, digest, named_in, read
+from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
 from tools.site.pages import Block, Page
@@ -79,7 +82,7 @@ PLAIN = rf"(\w+=\S+ )*({OURS})( [\w./:=-]+)*"
 REAL = r"\b(kill|getppid|assert)\b"
 
 
-@dataclass
+@dataclass(eq=False)
 class Command:
     """A command of a page; `block` is its marker if it has one."""
 
@@ -87,6 +90,10 @@ class Command:
     line: int
     text: str
     block: Block | None = None
+
+    def shown(self):
+        """The lines between the markers, or none."""
+        return self.page.lines[self.block.line : self.block.end] if self.block else []
 
     def is_plain(self):
         texts = [self.text]
@@ -247,8 +254,28 @@ def timed(command, tree):
     return *result, time.monotonic() - start
 
 
+RUNS_THEM = ["commands.py", "files.py", "processes.py", "warm.py"]
+
+
+def proof_of(command, shown):
+    """The proof that a command prints these lines, with all that this depends on."""
+    code = [command.text]
+    if command.block:
+        code += [new for _, new in command.block.faults]
+    texts = [command.page.lines[command.line - 1], command.text, *shown]
+    for name, text in command.page.files.items():
+        texts += [name, text]
+        code += sum(read(text), []) if name.endswith(".py") else [text]
+    files = all_named(named_in(" ".join(code)))
+    files.update(name for name in file_names() if Path(name).name in RUNS_THEM)
+    return Proof(command.page.name, command.text, digest(files, *texts))
+
+
 def run_all(pages):
-    """Run every command, two at a time: ({(page, line): fence}, [what went wrong])."""
+    """Run the commands that are not proven: ({(page, line): fence}, [what went wrong]).
+
+    Two at a time.
+    """
     # Here, because it imports torch: the site imports this module, too, and runs no
     # command.
     from tools.run import warm
@@ -256,8 +283,16 @@ def run_all(pages):
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
     outputs = {}
     problems = []
+    names = [page.name for page in pages]
+    known = {proof for proof in record.read() if proof.kind in names}
+    proofs = {
+        command: proof_of(command, command.shown()) for command in commands_of(pages)
+    }
+    still = known.intersection(proofs.values())
+    commands = [command for command in proofs if proofs[command] not in known]
+    print(f"{len(proofs) - len(commands)} commands print what stands there, as before")
     # Shells take longest: they are the first, so that none is left to the end alone.
-    commands = sorted(commands_of(pages), key=Command.is_plain)
+    commands.sort(key=Command.is_plain)
     with contextlib.ExitStack() as stack:
         tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         copy_tree(tree)
@@ -276,6 +311,14 @@ def run_all(pages):
             wrong = what_is_wrong(block, status, output)
             if wrong:
                 problems.append(f"{at}: {wrong}\n{output}".rstrip())
-            elif block:
-                outputs[command.page.name, block.line] = console(block, output)
+                continue
+            shown = command.shown()
+            if block:
+                made = console(block, output)
+                if not same(shown, made):
+                    shown = outputs[command.page.name, block.line] = made
+            proof = proof_of(command, shown)
+            still.add(proof)
+            record.change([proof])
+    record.change(drop=known - still)
     return outputs, problems
