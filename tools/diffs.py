@@ -172,29 +172,3 @@ def changed_lines(old, new):
     for hunk in hunks(old, new):
         lines += hunk.lines
     return without_blank(lines)
-
-
-def inside_and_own(old, new):
-    """What the budget counts: (changed lines inside what `old` has, lines of its own).
-
-    Its own are the functions and classes at the top level of `new` that `old` does not
-    have. The other lines are those of the diff to `new` without them. Both are without
-    blank lines.
-    """
-    names = {getattr(node, "name", None) for node in tree_of(old).body}
-    own_numbers = set()
-    for node in tree_of(new).body:
-        if isinstance(node, KINDS) and node.name not in names:
-            own_numbers.update(range(first_line(node), node.end_lineno + 1))
-    own = []
-    rest = []
-    for number, line in enumerate(read_lines(new), 1):
-        if number not in own_numbers:
-            rest.append(line)
-        elif line.strip():
-            own.append(line)
-    before = read_lines(old)
-    changed = []
-    for i1, i2, j1, j2 in changes(before, rest):
-        changed += signed(before[i1:i2], rest[j1:j2])
-    return without_blank(changed), own

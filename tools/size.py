@@ -8,6 +8,9 @@ lines that the file does not have from its parent. Of a page, words count, but n
 code, its markers and its lists of tests. Of a diff, changed lines count, but not blank
 ones. Of many files of a kind it shows the largest.
 
+The ceilings are limits of the design. What is over its ceiling today stands in OVER,
+and may not grow.
+
 Exit status 1: something is too large.
 """
 
@@ -18,7 +21,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from tools.diffs import changed_lines, inside_and_own, matcher
+from tools.diffs import changed_lines, matcher
 from tools.files import file_names
 from tools.scripts import PARENTS, read_lines, variants
 
@@ -26,23 +29,43 @@ READ_FIRST = {
     "single_gpu.py": 1_050,
     "multigpu.py": 1_330,
     "multinode.py": 1_340,
-    "utils.py": 2_450,
-    "mingpt/": 13_200,
+    "utils.py": 2_250,
+    "cluster/audit": 12_000,
+    "mingpt/": 12_700,
 }
-OWN = {"": 175_700, "tests/": 82_550, "tools/": 31_050}
+OWN = {"": 152_000, "tests/": 66_000, "tools/": 26_000}
 DIFFS = {
     "single_gpu.py multigpu.py": 50,
     "multigpu.py multinode.py": 38,
     "single_gpu.py multinode.py": 54,
     "mingpt/model.py mingpt/modern.py": 100,
 }
-INSIDE_A_VARIANT = 48
-FUNCTIONS_OF_A_VARIANT = 90
+VARIANT = 60
+LONG = {  # ideas that take more lines, and why
+    "variants/ddp_by_hand.py": 93,  # what DDP does, written out
+    "variants/ddp2.py": 111,  # a model and data whose loss compares all samples
+    "variants/diloco.py": 93,  # a second optimizer, and its state
+    "variants/profiled.py": 106,  # a table of all ranks
+    "variants/real_job.py": 112,  # images, their classes and a log
+    "variants/tensor_parallel.py": 132,  # a plan, checks of it, replicas
+}
 WORDS = 52_000
 WORDS_OF_A_VARIANT = 1_600
 WORDS_OF_A_CHAPTER = 3_000
-README_LINES = 160  # without a row for each script
+README_LINES = 170
 FOLDERS = 7
+OVER = {  # what is over its ceiling, and was so large
+    "utils.py": 2_443,
+    "mingpt/": 13_191,
+    "all Python": 175_656,
+    "tests/": 82_447,
+    "tools/": 31_049,
+    "variants/mixed_precision.py": 67,
+    "variants/multinode_spawn.py": 129,
+    "variants/preemptible.py": 62,
+    "variants/fsdp.py": 120,
+    "variants/sharded_snapshot.py": 104,
+}
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
 
 
@@ -105,14 +128,10 @@ def sizes():
 
     for pair, most in DIFFS.items():
         yield "changed lines", most, {pair: len(changed_lines(*pair.split()))}
-    inside = {}
-    functions = {}
-    for name in variants():
-        changed, own_lines = inside_and_own(PARENTS[name], name)
-        inside[name] = len(changed)
-        functions[name] = len(own_lines)
-    yield "changed lines inside", INSIDE_A_VARIANT, inside
-    yield "lines of functions", FUNCTIONS_OF_A_VARIANT, functions
+    changed = {name: len(changed_lines(PARENTS[name], name)) for name in variants()}
+    for name, most in LONG.items():
+        yield "changed lines", most, {name: changed.pop(name)}
+    yield "changed lines", VARIANT, changed
 
     stems = {Path(name).stem for name in variants()}
     of_variants = {}
@@ -126,20 +145,20 @@ def sizes():
     yield "words", WORDS_OF_A_VARIANT, of_variants
     yield "words", WORDS_OF_A_CHAPTER, others
 
-    rows = [line.startswith("| [") for line in read_lines("README.md")]
-    yield "lines", README_LINES, {"README.md": rows.count(False)}
+    yield "lines", README_LINES, {"README.md": len(read_lines("README.md"))}
     folders = {name.partition("/")[0] for name in names if "/" in name}
     folders = [name for name in folders if not name.startswith(".")]
     yield "folders", FOLDERS, {"the root": len(folders)}
 
 
 def too_large(found):
-    """A line for each of `sizes` that is above its ceiling."""
+    """A line for each of `sizes` that is above its ceiling, and above OVER."""
     lines = []
     for what, most, counts in found:
         for name, size in counts.items():
-            if size > most:
-                lines.append(f"{name}: {size:,} {what}, at most {most:,}")
+            most_today = max(most, OVER.get(name, 0))
+            if size > most_today:
+                lines.append(f"{name}: {size:,} {what}, at most {most_today:,}")
     return lines
 
 
@@ -147,7 +166,8 @@ def show(found):
     """Print the largest of each kind."""
     for what, most, counts in found:
         name = max(counts, key=counts.get)
-        print(f"{counts[name]:8,} of {most:7,} {what}: {name}")
+        over = f" (over, was {OVER[name]:,})" if name in OVER else ""
+        print(f"{counts[name]:8,} of {most:7,} {what}: {name}{over}")
 
 
 if __name__ == "__main__":
