@@ -66,7 +66,7 @@ def rotary(start, end, head_size, device):
     Each is (end - start, head_size / 2), for the pairs of channels of a head. From one
     position to the next, the angle of pair i grows by 10000 ** (-2 i / head_size).
     """
-    positions = torch.arange(start, end, device=device, dtype=torch.float32)
+    positions = torch.arange(start, end, device=device)
     steps = 10000 ** (-torch.arange(0, head_size, 2, device=device) / head_size)
     angles = torch.outer(positions, steps)
     return angles.cos(), angles.sin()

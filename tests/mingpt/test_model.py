@@ -37,9 +37,7 @@ def test_causal_compiled(which):
 def test_attention_in_bfloat16_on_a_cpu():
     """It is written out there. It gives what PyTorch's kernel gives."""
     torch.manual_seed(0)
-    q = torch.randn(2, 2, 16, 8).bfloat16()
-    k = torch.randn(2, 2, 16, 8).bfloat16()
-    v = torch.randn(2, 2, 16, 8).bfloat16()
+    q, k, v = torch.randn(3, 2, 2, 16, 8).bfloat16()
     exact = module.attention(q.float(), k.float(), v.float(), dropout=0.0)
 
     y = cpu_attention.attention(q, k, v, dropout=0.0)

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+import utils
 from benchmarks import ablation
 from mingpt import modern as module
 from tests.helpers.forked import in_a_fork
@@ -72,7 +73,8 @@ def test_rotary_scores_depend_on_the_distance_alone():
 
 def test_rotary_angles_are_those_of_roformer():
     """From one position to the next, pair i of 4 turns by 10000 ** (-i / 4)."""
-    cos, sin = module.rotary(start=3, end=5, head_size=8, device="cpu")
+    with torch.device("meta"):  # tensors without a device come here, without values
+        cos, sin = module.rotary(start=3, end=5, head_size=8, device="cpu")
     angles = torch.tensor([[3, 0.3, 0.03, 0.003], [4, 0.4, 0.04, 0.004]])
     torch.testing.assert_close(cos, angles.cos())
     torch.testing.assert_close(sin, angles.sin())
@@ -106,8 +108,9 @@ def test_qk_norm_makes_scores_independent_of_the_size_of_queries_and_keys():
     idx = tokens(model)
     before, _ = model(idx)
     weight = model.transformer.h[0].attn.c_attn.weight.detach()
-    queries, _, values = weight.chunk(3)
+    queries, keys, values = weight.chunk(3)
     queries *= 10
+    keys *= 10
     after, _ = model(idx)
     assert torch.allclose(after, before)
     values *= 10
@@ -162,7 +165,7 @@ def copies(model):
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     made = module_with("one in: Muon")  # with biases and norms
     model = build(made)
-    optimizer = made.make_optimizer(model, lr=1e-3, weight_decay=0.1)
+    optimizer = made.make_optimizer(model, lr=1e-3, weight_decay=0.2)
     names = {weight: name for name, weight in model.named_parameters()}
 
     def names_in(group):
@@ -174,9 +177,23 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert muon == [name for name in in_blocks if name.endswith(".weight")]
     assert decay == ["transformer.wte.weight", "transformer.wpe.weight"]
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    assert decays == [0.1, 0.1, 0]
+    assert decays == [0.2, 0.2, 0]
     for group in optimizer.param_groups:
         assert group["lr"] == group["initial_lr"] == 1e-3
+
+
+def test_a_snapshot_of_two_optimizers_is_not_loaded_into_one(capsys):
+    model = build(module)
+    both = module.make_optimizer(model, lr=1e-3, weight_decay=0.1)
+    muon, _ = both.optimizers
+    alone = module.Together(muon)
+    state = both.state_dict()
+    snapshot = {"MODEL_STATE": model.state_dict(), "OPTIMIZER_STATE": state}
+    with pytest.raises(SystemExit):
+        utils.check_snapshot(snapshot, model, alone, "mingpt.pt")
+    assert "an optimizer of other parameter groups" in capsys.readouterr().err
+    with pytest.raises(ValueError):  # also in a loop that does not check
+        alone.load_state_dict(state)
 
 
 @in_a_fork

@@ -102,6 +102,7 @@ def test_order(name):
 def test_docstring(name):
     """It names its parent, which is there, and a command that runs this very file."""
     parent = PARENTS[name]
+    assert f"Parent: {parent or 'none'}" in docstring(ROOT / name)
     assert parent is None or (ROOT / parent).is_file()
     assert commands(name) or "__main__" not in text(name)
     if name in SCRIPTS:
