@@ -17,6 +17,7 @@ from tools.files import file_names
 from tools.prove import record
 from tools.scripts import ROOT
 
+MAKES_THE_SITE = r"tools/site/(?!pages\.py|commands\.py)."  # from all pages there are
 VERSIONS = f"Python {sys.version_info[:2]}, torch {metadata.version('torch')}"
 
 
@@ -77,7 +78,7 @@ def all_named(files):
         name = to_read.pop()
         found.add(name)
         to_read |= named_by(name) - found
-    if any(name.startswith("tools/site/") for name in found):
+    if any(re.match(MAKES_THE_SITE, name) for name in found):
         return {*file_names()}
     return found
 
