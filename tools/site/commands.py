@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -31,12 +30,14 @@ COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 
 # What no reader needs and each run prints anew. With the speed goes the time that a
 # script may print beside it, so that such a change makes no page stale.
-HIDDEN = [
-    r"(?<=\| )[\d,]+ (?:samples|tokens)/s(?:(?:,| \|) [\d.,]+ m?s\b)*",
-    r"(?<=pid: )\d+",
-    r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*",
-    r"\b[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+",
-]
+HIDDEN = "|".join(
+    [
+        r"(?<=\| )[\d,]+ (?:samples|tokens)/s(?:(?:,| \|) [\d.,]+ m?s\b)*",
+        r"(?<=pid: )\d+",
+        r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*",
+        r"\b[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+",
+    ]
+)
 # What is shown, and may differ from run to run
 VARIES = [
     r" *\d+\.\d+ ms +\d+%",  # in columns
@@ -74,12 +75,15 @@ def words_and_numbers(lines):
     return words, [*map(float, re.findall(number, text))]
 
 
-# One program of ours, with nothing that is left to a shell: it runs in a fork.
+# Programs with nothing that is left to a shell but their order: ours run in forks.
 OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
-PLAIN = rf"(\w+=\S+ )*({OURS})( [\w./:=-]+)*"
-# Those that send signals or look at processes need real ones. So do those that fail,
-# because a traceback of a fork shows also what has made the fork.
-REAL = r"\b(kill|getppid|assert)\b"
+PART = rf"(\w+=\S+ )*({OURS}|bash|cut)( [\w./:=,-]+)*"
+PLAIN = rf"{PART}((;| &&) {PART})*"
+# Those that send signals or look at processes need real ones. So do those that fail
+# with 1, because a traceback of a fork shows also what has made the fork. Of a fork that
+# calls exit(), torchrun waits for a result. One that is about threads says
+# `2> /dev/null`, because a fork here has FRESH_THREADS.
+REAL = r"\b(kill\b|getppid\b|assert\b|exit\()"
 
 
 @dataclass(eq=False)
@@ -98,7 +102,7 @@ class Command:
     def is_plain(self):
         texts = [self.text]
         if self.block:
-            if self.block.status:
+            if self.block.status == 1:
                 return False
             texts += [new for _, new in self.block.faults]
         files = self.page.files
@@ -124,29 +128,36 @@ def run(command, tree):
 
 
 def run_words(command, cwd, mark):
-    """(exit status, output). Of a pipe, the last status that is not 0 counts."""
-    env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
-    real = not command.is_plain()
-    if real:
-        words = ["bash", "-o", "pipefail", "-c", command.text]
-    else:
-        words = shlex.split(command.text)
+    """(exit status, output). The first part with a status that is not 0 is the last.
+
+    Of a pipe, the last such status counts.
+    """
+    parts = [["bash", "-o", "pipefail", "-c", command.text]]
+    if command.is_plain():
+        parts = [part.split() for part in re.split("; | && ", command.text)]
+    printed = ""
+    for words in parts:
+        env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             env[name] = value
-    program = Program(words, cwd, real, merged=True, **env)
-    try:
-        status, output, _ = program.finish(TIMEOUT_S)
-    except TimedOut as error:
-        status = 124
-        output = str(error)
-    if left_over(mark, PATIENCE_S):  # it has killed them
-        status = 124
-    if not real:  # forks have their parent's environment, without a mark
-        with contextlib.suppress(ProcessLookupError):  # as it should be
-            os.killpg(program.pid, signal.SIGKILL)
+        real = words[0] in ("bash", "cut")
+        program = Program(words, cwd, real, merged=True, **env)
+        try:
+            status, output, _ = program.finish(TIMEOUT_S)
+        except TimedOut as error:
             status = 124
-    return status, output
+            output = str(error)
+        if left_over(mark, PATIENCE_S):  # it has killed them
+            status = 124
+        if not real:  # forks have their parent's environment, without a mark
+            with contextlib.suppress(ProcessLookupError):  # as it should be
+                os.killpg(program.pid, signal.SIGKILL)
+                status = 124
+        printed += output
+        if status:
+            break
+    return status, printed
 
 
 def above_output(block):
@@ -168,7 +179,7 @@ def console(block, output):
     shown = once([line.rstrip() for line in output.splitlines()])
     if block.show:
         shown = cut(shown, block.show)
-    shown = [hide(line) for line in shown]
+    shown = [re.sub(HIDDEN, CUT, line) for line in shown]
     return [*above_output(block), *shown, "```"]
 
 
@@ -182,12 +193,6 @@ def once(lines):
         if ": error: " not in line or line not in kept:
             kept.append(line)
     return kept
-
-
-def hide(line):
-    for pattern in HIDDEN:
-        line = re.sub(pattern, CUT, line)
-    return line
 
 
 def patch(path, changes):

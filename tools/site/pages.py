@@ -233,8 +233,10 @@ def find_hunks(block):
     for text in block.texts:
         found = [hunk for hunk in there if has(hunk, text)]
         if len(found) != 1:
-            where = f"the diff from {block.old} to {block.new}"
-            raise block.wrong(f"{text!r} is in {len(found)} hunks of {where}, not 1")
+            raise block.wrong(
+                f"{text!r} is in {len(found)} hunks of the diff from {block.old}"
+                f" to {block.new}, not 1"
+            )
         block.hunks += found
 
 
@@ -270,7 +272,7 @@ def right_output(page, block):
 
 # A link to a test: its text is the test's name, its target the file.
 TEST = re.compile(r"\[(test_\w+)\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
-TESTS = re.compile(rf"Tests: {TEST.pattern}(, {TEST.pattern})*")
+TESTS = re.compile(rf"\nTests: {TEST.pattern}(, {TEST.pattern})*\s*$")
 
 
 def linked_tests(text):
