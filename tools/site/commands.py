@@ -80,9 +80,9 @@ OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
 PART = rf"(\w+=\S+ )*({OURS}|bash|cut)( [\w./:=,-]+)*"
 PLAIN = rf"{PART}((;| &&) {PART})*"
 # Those that send signals or look at processes need real ones. So do those that fail
-# with 1, because a traceback of a fork shows also what has made the fork. Of a fork that
-# calls exit(), torchrun waits for a result. One that is about threads says
-# `2> /dev/null`, because a fork here has FRESH_THREADS.
+# with 1, because a traceback of a fork shows also what has made the fork. If a fork
+# calls exit(), torchrun waits for its result for ever. A command that is about threads
+# says `2> /dev/null`, which is left to a shell: forks here have FRESH_THREADS.
 REAL = r"\b(kill\b|getppid\b|assert\b|exit\()"
 
 
