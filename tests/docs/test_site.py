@@ -12,7 +12,6 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 
 from tests.helpers.site_fixtures import (
-    BOTH,
     NEW,
     PAIR,
     PHONE,
@@ -20,7 +19,7 @@ from tests.helpers.site_fixtures import (
     WIDE,
     check_barriers,
 )
-from tools.site.pages import READING_ORDER, title
+from tools.site.pages import READING_ORDER
 
 pytestmark = pytest.mark.waits  # for a browser
 
@@ -102,38 +101,3 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         assert not tab.locator(".table-wrapper").evaluate_all(wide), name
         if name in KINDS:
             check_barriers(tab)
-
-
-@BOTH
-def test_the_first_screen_has_a_wrong_number_by_the_right_one(visit, viewport):
-    """Under its diff."""
-    tab = visit("index.html", viewport=viewport)
-    diff = tab.locator(".mistake pre").first
-    right = tab.locator(".mistake .right b").first
-    wrong = tab.locator(".mistake .wrong b").first
-    y = right.bounding_box()["y"]
-    assert y == wrong.bounding_box()["y"]
-    assert diff.bounding_box()["y"] < y < viewport["height"] - 30
-    assert right.inner_text() != wrong.inner_text()
-
-
-def test_search_finds_what_chapters_say_and_show(visit, address):
-    """From the field of any page, by words and by names in code."""
-    for start in (f"source/{NEW}.html", PAIR):
-        tab = visit(start)
-        field = tab.locator("[name=q]:visible")
-        field.fill("set_epoch")
-        field.press("Enter")
-        found = tab.locator("#search-results a", has_text=title("2_multigpu"))
-        found.first.click()
-        tab.wait_for_function("scrollY > 0")
-        box = tab.locator("article .highlighted").first.bounding_box()
-        assert 0 < box["y"] < WIDE["height"], "the word is in sight"
-    tab = visit("index.html")
-    asked = []
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.goto(address + f"search.html?q={NEW}")
-    links = tab.locator("#search-results li > a")
-    for number, page in enumerate(["2_multigpu.html", PAIR]):
-        assert links.nth(number).get_attribute("href") == page
-    assert not [url for url in asked if "side_by_side/" in url], "a page of the results"

@@ -16,7 +16,6 @@ from tools.scripts import EDGES, ROOT
 
 WIDE = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
-BOTH = pytest.mark.parametrize("viewport", [PHONE, WIDE], ids=["phone", "wide"])
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 OLD, NEW = EDGES[0]
 
