@@ -36,22 +36,6 @@ def tables(*words):
 
 
 @needs_networks
-def test_a_variant_is_measured_beside_its_parent():
-    text, found = tables(
-        "benchmarks.variants",
-        "variants/gradient_accumulation.py",
-        "--steps=2",
-        "--batch-size=32",
-        "--rounds=1",
-    )
-    losses = re.search(r"loss (\S+) of the parent, (\S+) of the variant", text)
-    assert float(losses[1]) == pytest.approx(float(losses[2]), abs=2e-6)
-    _, _, sent_by_parent = found["parent"]
-    _, _, sent = found["variant"]
-    assert sent == pytest.approx(sent_by_parent, rel=0.05), "as many bytes"
-
-
-@needs_networks
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
     """Each of W ranks sends 2 (W - 1) / W times the gradients, and TCP's headers."""
@@ -134,21 +118,3 @@ def test_flops_are_those_that_pytorch_counts():
         _, loss = model(idx, idx)
         loss.backward()
     assert gpt.flops_per_token(model) * idx.numel() == counted.get_total_flops()
-
-
-ABLATION = """
-from benchmarks import ablation
-results = ablation.Results()
-results.read()
-run = ablation.Run("modern.py", 0, results.rate("modern.py"), ablation.STEPS)
-print(ablation.measure(ablation.variants()["modern.py"], run), results.loss[run])
-"""
-
-
-def test_the_ablation_repeats_a_run(tmp_path):
-    (tmp_path / "once.py").write_text(ABLATION)
-    done = Program(["python", tmp_path / "once.py"], ROOT, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
-    loss, recorded = map(float, done.stdout.split())
-    # The batches had another order then.
-    assert loss == pytest.approx(recorded, abs=0.1)

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tools.diffs import changed_lines, hunks, mix
+from tools.diffs import changed_lines
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, commands, docstring
 
 ALL = [*ALL_EDGES, ("single_gpu.py", "multinode.py")]
@@ -21,18 +21,6 @@ METHODS = [
 
 def text(name):
     return (ROOT / name).read_text()
-
-
-@pytest.mark.parametrize(("parent", "child"), ALL)
-def test_a_mix_has_the_hunks_that_it_is_given(parent, child):
-    old = text(parent)
-    all_hunks = hunks(parent, child)
-    numbers = {hunk.number for hunk in all_hunks}
-    assert mix(parent, child, set()) == old
-    assert mix(parent, child, numbers) == text(child)
-    removed = "\n".join(all_hunks[0].removed)
-    added = "\n".join(all_hunks[0].added)
-    assert mix(parent, child, {1}) == old.replace(removed, added, 1)
 
 
 @pytest.mark.text

@@ -1,6 +1,5 @@
 """A process that dies takes the run with it: soon, by name, leaving nothing behind."""
 
-import contextlib
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import pytest
 from tools.run.launch import ENTRY, command, environment, launch, plant
 from tools.run.processes import Program, descendants, left_over, wait_until
 from tools.run.results import load, same_bits
-from tools.scripts import ROOT
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
@@ -84,32 +82,6 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     assert run.finish().returncode != 0
     wait_until_they_end(ranks)
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
-
-
-@pytest.mark.waits
-@linux
-@pytest.mark.parametrize("program", ["multigpu.py", "multinode.py"])
-def test_ending_pytest_ends_its_forks(tmp_path, program):
-    """They are in sessions of their own, and one trained on for 15 minutes."""
-    lines = [
-        "from tools.run.processes import Program",
-        "def test():",
-        f"    Program({command(ROOT / program, 10**6, 1)}, '.').finish()",
-    ]
-    (tmp_path / "test_it.py").write_text("\n".join(lines))
-    words = ["python", "-m", "pytest", "test_it.py"]
-    run = Program(words, tmp_path, PYTHONPATH=ROOT)
-    wait_until((tmp_path / "snapshot.pt").exists)
-    family = descendants(run.pid)
-    assert len(family) >= 3
-    os.kill(run.pid, signal.SIGKILL)
-    assert run.finish().returncode != 0
-    try:
-        wait_until_they_end(family)
-    finally:
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def restarted(folder, kills, restarts, **env):
