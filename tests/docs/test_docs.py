@@ -8,7 +8,7 @@ import pytest
 
 from tools.files import copy_tree
 from tools.run.processes import Program
-from tools.scripts import PARENTS, ROOT, SCRIPTS, commands, own_tests
+from tools.scripts import PARENTS, ROOT, SCRIPTS, commands
 from tools.site import pictures
 from tools.site.pages import READING_ORDER, TEST, page_names, parse
 
@@ -33,20 +33,6 @@ def test_a_page_has_each_command_of_a_docstring():
     for name in [*PARENTS, *mingpt]:
         for words in commands(name):
             assert " ".join(words).split() in listed, words
-
-
-@pytest.mark.text
-@pytest.mark.parametrize("name", [name for name in PARENTS if "/" in name])
-def test_an_option_that_a_variant_adds_is_tried(name):
-    """By the tests of all scripts, if its docstring's command has it, or by its own."""
-    tried = f"{commands(name)} {text_of(own_tests(name))}"
-    for option in options_of(name) - options_of(PARENTS[name]):
-        assert option in tried
-
-
-def options_of(name):
-    """The options that a script adds to the command line."""
-    return {*re.findall(r'add_argument\(\s*"(--[\w-]+)"', text_of(name))}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])

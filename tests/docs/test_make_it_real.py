@@ -53,10 +53,9 @@ def with_the_lines_of_the_page(text):
 @pytest.mark.parametrize("case", CASES)
 def test_a_weighted_mean_on_several_processes(case, tmp_path):
     """With the page's lines as on one process. Without them, another training."""
-    weight, ignored = CASES[case]
-    task = TASK.replace("WEIGHT", weight).replace("IGNORED", str(ignored))
-    losses = {}  # {whether the lines are there: [loss on 1, 2 and 4 processes]}
-    weights = {}
+    class_weights, ignored = CASES[case]
+    task = TASK.replace("WEIGHT", class_weights).replace("IGNORED", str(ignored))
+    runs = {}  # {whether the lines are there: [(loss, weight) on 1, 2, 4 processes]}
     for cured in (True, False):
         script = plant("multigpu.py", tmp_path / f"cured_{cured}")
         text = script.read_text()
@@ -66,25 +65,24 @@ def test_a_weighted_mean_on_several_processes(case, tmp_path):
         load_train_objs = inspect.getsource(multigpu.load_train_objs)
         text = text.replace(load_train_objs, task.replace("REDUCTION", reduction))
         script.write_text(text)
-        losses[cured] = []
-        weights[cured] = []
+        runs[cured] = []
         for nprocs in (1, 2, 4):
             cwd = tmp_path / f"{cured}_{nprocs}"
             cwd.mkdir()
             size = ("--batch-size", 64 // nprocs)
             done = train(script, 3, 3, *size, cwd=cwd, nprocs=nprocs)
             *_, loss = re.findall(r"held-out loss (\S+)", done.stdout)
-            losses[cured].append(float(loss))
             state = load(cwd / "snapshot.pt")["MODEL_STATE"]
-            weights[cured].append(state["weight"])
-        for i in (1, 2):  # with the result on one process
-            apart = (weights[cured][i] - weights[cured][0]).abs().max()
-            assert (apart < 1e-6) == cured
-            loss_apart = abs(losses[cured][i] - losses[cured][0])
-            assert (loss_apart < 2e-6) == cured
-    assert torch.equal(weights[True][0], weights[False][0])
-    assert abs(losses[True][0] - losses[False][0]) > 1e-4, "of the same weights"
+            runs[cured].append((float(loss), state["weight"]))
+        (loss_on_one, weight_on_one), *on_more = runs[cured]
+        for loss, weight in on_more:
+            assert ((weight - weight_on_one).abs().max() < 1e-6) == cured
+            assert (abs(loss - loss_on_one) < 2e-6) == cured
+    (loss_cured, weight_cured), *_ = runs[True]
+    (loss, weight), *_ = runs[False]
+    assert torch.equal(weight_cured, weight)
+    assert abs(loss_cured - loss) > 1e-4, "of the same weights"
     if case == "class weights":
-        for row in losses.values():
-            cells = " | ".join(f"{loss:.4f}" for loss in row)
+        for row in runs.values():
+            cells = " | ".join(f"{loss:.4f}" for loss, _ in row)
             assert f"| {cells} |" in PAGE.read_text()
