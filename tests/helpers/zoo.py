@@ -1,9 +1,9 @@
 """The zoo: models, losses and optimizers that readers bring, for every script.
 
-torchrun --standalone --nproc-per-node=2 -m tests.helpers.zoo [SCRIPTS] [CASES]
+torchrun --standalone --nproc-per-node=2 -m tests.helpers.zoo SCRIPTS CASES
 
-Runs the cases named, or all, and writes outcomes.json; names are joined by commas. It
-computes in float64, where rounding hides nothing.
+Runs these cases, and writes outcomes.json; names are joined by commas. It computes in
+float64, where rounding hides nothing.
 """
 
 import random
@@ -447,8 +447,7 @@ WAIT = "variants/fsdp.py", "variants/sharded_snapshot.py", "variants/preemptible
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
-    names = sys.argv[1].split(",") if len(sys.argv) > 1 else NAMES
-    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else CASES
+    names, chosen = [words.split(",") for words in sys.argv[1:]]
     makers = {case: partial(objects, case) for case in chosen}
     left_out = [(name, "unused on one rank") for name in WAIT]
     for case in NOT_MLP:  # tensor_parallel.py's PLAN names the layers of an MLP

@@ -4,10 +4,7 @@ import os
 import re
 
 import pytest
-import torch
 
-from mingpt import split
-from mingpt.model import attention
 from tests.mingpt.test_shard import TWO, bytes_held, runs  # noqa: F401  a fixture, too
 from tests.mingpt.test_train import check_runs, gpt, snapshot, steps_run, text  # noqa: F401  fixtures
 from tools.run.results import same_bits, shape_of
@@ -82,21 +79,6 @@ def test_parts_that_differ_by_replica_are_not_saved(runs, tmp_path):  # noqa: F8
     line = ": part 1 of transformer.h.0.mlp.c_fc.weight differs by rank, sums "
     assert line in done.stderr
     assert not (tmp_path / "mingpt.pt").exists()
-
-
-def test_dropout_differs_between_heads_and_draws_alike():
-    q = torch.ones(1, 2, 9, 4)
-
-    def draws(rank):
-        """(what the rank's heads give, what it draws later)"""
-        torch.manual_seed(0)
-        y = split.attend(attention, rank, q, q, q, dropout=0.5)
-        return y, torch.rand(3)
-
-    y, later = draws(rank=0)
-    y_of_rank_1, later_on_rank_1 = draws(rank=1)
-    assert not torch.equal(y, y_of_rank_1)
-    assert torch.equal(later, later_on_rank_1)
 
 
 # Its MLP computes what CUTS does not know.

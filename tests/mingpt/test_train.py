@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mingpt.model import GPT, GPTConfig
+from mingpt.tokenizer import read_tokenizer
 from mingpt.train import lr_scale
 from tests.helpers.text import sentences
+from tests.mingpt.test_data import bpe  # noqa: F401  a fixture
 from tools.run.processes import Program
 from tools.run.results import load, same_bits, weights
 from tools.scripts import ROOT
@@ -424,23 +426,18 @@ def test_golden_curve(tmp_path):
 
 
 @pytest.mark.waits
-def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, text, tmp_path):
+def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, bpe, tmp_path):  # noqa: F811
     """A small one, in Hugging Face's format, with a tokenizer of its own."""
-    reason = "mingpt/requirements.txt is not installed"
-    tokenizers = pytest.importorskip("tokenizers", reason=reason)
-    pytest.importorskip("safetensors", reason=reason)
+    pytest.importorskip("safetensors", reason="mingpt/requirements.txt has it")
     from mingpt.gpt2_weights import save_gpt2  # it needs safetensors
 
     folder = tmp_path / "gpt2"
     torch.manual_seed(0)
-    config = GPTConfig(block_size=16, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
+    size = read_tokenizer(bpe).vocab_size
+    config = GPTConfig(block_size=16, vocab_size=size, n_layer=2, n_head=2, n_embd=32)
     model = GPT(config)
     save_gpt2(model, folder)
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    _, path, *_ = text
-    tokenizer.train([str(path)], vocab_size=300)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    start = ["--init-from", folder, "--tokenizer", folder / "tokenizer.json"]
+    start = ["--init-from", folder, "--tokenizer", bpe]
 
     words = ["python", "-m", "mingpt.sample", "--tokens", 5, "--prompt", "class"]
     words += start

@@ -246,15 +246,6 @@ struct Strict : c10d::Backend {
   FROM_TO(allgather_into_tensor_coalesced, Tensors, Tensors, AllgatherOptions)
   FROM_TO(_reduce_scatter_base, Tensor, Tensor, ReduceScatterOptions)
   FROM_TO(reduce_scatter_tensor_coalesced, Tensors, Tensors, ReduceScatterOptions)
-  // These two ranks alone take part, and nothing waits here, as with NCCL.
-  Work send(Tensors& x, int to, int tag) override {
-    Tensors mine{checked(x.at(0))};
-    return gloo->send(mine, to, tag);
-  }
-  Work recv(Tensors& x, int from, int tag) override {
-    Tensors mine{checked(x.at(0))};
-    return gloo->recv(mine, from, tag);
-  }
   Work barrier(const c10d::BarrierOptions& options) override { return gloo->barrier(options); }
 };
 

@@ -1,10 +1,12 @@
 """Bad input: one line, exit status 2, before anything starts, every file as it was."""
 
 import os
+import pathlib
 import pickle
 import re
 import types
 
+import numpy
 import pytest
 import torch
 
@@ -313,6 +315,24 @@ def test_a_default_dtype_of_16_bits(line_of):
     finally:
         torch.set_default_dtype(torch.float32)
     assert line.startswith("the default dtype has 16 bits")
+
+
+class Tokenizer(torch.nn.Linear):
+    def get_extra_state(self):
+        return pathlib.Path("vocabulary")
+
+
+def test_what_no_snapshot_can_hold(line_of):
+    """Such as a learning rate that NumPy has computed."""
+
+    def line(model, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        return line_of(utils.check_objects, [1], [1], model, optimizer, 1)
+
+    start = "no snapshot can hold the "
+    found = line(torch.nn.Linear(1, 1), numpy.float64(0.1))
+    assert found.startswith(f"{start}optimizer's lr")
+    assert line(Tokenizer(1, 1), 0.1).startswith(f"{start}model's _extra_state")
 
 
 def test_the_parent_loads_no_data(tmp_path):

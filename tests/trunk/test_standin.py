@@ -98,42 +98,6 @@ def test_ranks_of_a_layer_later_draw_alike(tmp_path):
     assert later == later_there
 
 
-RING = """
-import torch
-import torch.distributed as dist
-import utils
-
-rank, local_rank, world_size = utils.torchrun_env()
-device = utils.set_device("auto", local_rank)
-dist.init_process_group(device_id=device)
-mine = torch.full((3,), float(rank), device=device)
-received = torch.empty_like(mine)
-after = (rank + 1) % world_size
-before = (rank - 1) % world_size
-works = dist.isend(mine, after), dist.irecv(received, before)
-for work in works:
-    work.wait()
-assert received.tolist() == 3 * [before]
-if rank == 0:
-    dist.send(mine + 5, 1)
-elif rank == 1:
-    dist.recv(received, 0)
-    assert received.tolist() == 3 * [5]
-try:
-    dist.send(mine.cpu(), after)
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def test_ranks_send_to_one_another(tmp_path):
-    (tmp_path / "ring.py").write_text(RING)
-    words = ["torchrun", "--standalone", "--nproc-per-node=3", "ring.py"]
-    done = Program(words, tmp_path, STANDIN_DEVICES=3, **ON_PATH).finish()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("No backend type associated with device type cpu") == 3
-
-
 # One sample, after the last step: each of its 200 tokens is a pass through the model.
 GPT = f"mingpt.train --steps 4 --eval-every 4 --data {ROOT}/README.md --cache tokens"
 GPT += " --n-layer 2 --n-embd 32 --block-size 16 --compile off --precision fp32"
