@@ -7,11 +7,11 @@ from argparse import Namespace
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from cluster import audit
 from tools.run.launch import DISTRIBUTED, launch, plant
 from tools.run.processes import Program
-from tools.run.results import load, same_bits
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -30,9 +30,12 @@ class Mistake(NamedTuple):
 WRAPPED = "output = self.ddp_model(source)"
 SET_EPOCH = "        self.train_data.sampler.set_epoch(epoch)\n"
 OPTIMIZER = '            "OPTIMIZER_STATE": self.optimizer.state_dict(),\n'
+SEEDED = "utils.seed(epoch * dist.get_world_size() + dist.get_rank())  # per rank"
 MODEL = "model = torch.nn.Linear(20, 1)"
 WRAPPER = "torch.nn.parallel.DistributedDataParallel(self.model)"
 SAMPLER = "torch.utils.data.DistributedSampler(train_set, drop_last=True)"
+OBJECTS = "train_set, eval_set, model, loss_fn, optimizer = load_train_objs()"
+DROPOUT = "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.Dropout(0.1))"
 NORMALIZED = (
     "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.BatchNorm1d(1))"
 )
@@ -69,6 +72,12 @@ MISTAKES = {
         "start",
         "self.optimizer.step()",
     ),
+    "all train on rank 0's share": Mistake(
+        "multigpu.py",
+        [(SAMPLER, f"{SAMPLER[:-1]}, rank=0)")],
+        "samples",
+        "in self.train_data:",
+    ),
     "each rank shuffles the whole set": Mistake(
         "multigpu.py",
         [(SAMPLER, f"{SAMPLER[:-1]}, rank=0, num_replicas=1, seed=rank * 99)")],
@@ -85,6 +94,24 @@ MISTAKES = {
         ],
         "data",
         "in self.train_data:",
+    ),
+    "each rank makes data of its own": Mistake(
+        "multigpu.py",
+        [("MyTrainDataset(2048)", "MyTrainDataset(2048, seed=time.time_ns() % 999)")],
+        "data",
+        "in self.train_data:",
+    ),
+    "rates differ": Mistake(
+        "multigpu.py",
+        [(OBJECTS, f"{OBJECTS}\n    optimizer.param_groups[0]['lr'] *= 1 + rank / 10")],
+        "settings",
+        "self.optimizer.step()",
+    ),
+    "one dropout on all ranks": Mistake(
+        "multigpu.py",
+        [(MODEL, DROPOUT), (SEEDED, "utils.seed(epoch)")],
+        "random",
+        "self.ddp_model(source)",
     ),
     "buffers differ": Mistake(
         "multigpu.py",
@@ -150,6 +177,8 @@ AFTER = "docs/convert_your_script/after.py"
 SUMMED = (
     "    loss, correct, total = sum_over_processes([loss, correct, total], device)\n"
 )
+SHARE = "    test_set = Subset(test_set, range(rank, len(test_set), world_size))\n"
+SHARED = "sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)"
 LOADER = "for batch_idx, (images, labels) in enumerate(loader):"
 
 MISTAKES |= {
@@ -178,6 +207,22 @@ MISTAKES |= {
         "file",
         "torch.save(snapshot",
     ),
+    "the test share is a sampler's": Mistake(
+        AFTER,
+        [
+            (
+                SHARE,
+                "",
+            ),
+            ("[1000, 250]", "[999, 251]"),
+            (
+                "DataLoader(test_set, batch_size=args.batch_size)",
+                "DataLoader(test_set, 60, sampler=DistributedSampler(test_set))",
+            ),
+        ],
+        "once",
+        "for images, labels in loader:",
+    ),
     "a second model without a wrapper": Mistake(
         AFTER,
         [
@@ -196,6 +241,24 @@ MISTAKES |= {
         ],
         "unwrapped",
         "bias(model(images))",
+    ),
+    "one order of a shuffled loader": Mistake(
+        AFTER,
+        [("        sampler.set_epoch(epoch)\n", "")],
+        "order",
+        LOADER,
+    ),
+    "all see all samples": Mistake(
+        AFTER,
+        [
+            (
+                SHARED,
+                "sampler = torch.utils.data.RandomSampler(train_set)",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+        ],
+        "samples",
+        LOADER,
     ),
     "no seed for each rank": Mistake(
         AFTER,
@@ -508,9 +571,12 @@ def test_harmless(tmp_path):
         env = audit.environment(tmp_path / "events") if name == "watched" else {}
         done = launch(ROOT / "multigpu.py", 2, 1, cwd=folder, real="", **env)
         assert done.returncode == 0
-        saved.append(load(folder / "snapshot.pt"))
+        path = folder / "snapshot.pt"
+        saved.append(torch.load(path, weights_only=True))
         assert [each.name for each in folder.iterdir()] == ["snapshot.pt"]
-    assert same_bits(*saved)
+    assert repr(saved[0]) == repr(saved[1])
+    one, other = (each["MODEL_STATE"]["weight"] for each in saved)
+    assert one.equal(other)
 
 
 def typed(folder, *words):
