@@ -1,15 +1,17 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
+import math
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from tools.files import copy_tree
 from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, SCRIPTS, commands
-from tools.site import pictures
 from tools.site.pages import READING_ORDER, TEST, page_names, parse
 
 PAGES = page_names()
@@ -76,10 +78,42 @@ def test_which_one_names_every_script():
             assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
 
 
-def test_pictures_are_as_drawn():
-    """By PyTorch's samplers, and from what chapters 2 and 3 print."""
-    for name, text in pictures.drawn().items():
-        assert text_of(f"docs/pictures/{name}") == text, name
+@pytest.mark.parametrize("name, epochs", [("samples", 3), ("samples_narrow", 2)])
+def test_samples_and_losses_are_those_of_the_picture(name, epochs):
+    """A row is what a device takes first: of a sampler, an epoch and a rank."""
+    rows = []
+    for is_told in True, False:  # by set_epoch
+        for epoch in range(epochs):
+            for rank in range(2):
+                sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
+                sampler.set_epoch(epoch if is_told else 0)
+                rows.append([*sampler])
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(epoch)
+        taken = [*RandomSampler(range(16), generator=generator)]
+        rows += [taken, taken]
+    picture = text_of(f"docs/pictures/{name}.svg")
+    shown = re.findall(r'class="ink n">(\d+)<', picture)
+    assert shown == [str(sample) for row in rows for sample in row[:8]]
+
+    printed = losses_of("docs/2_multigpu.md", "3/3")
+    _, right, random, without_set_epoch, *_ = [f"{loss:.3f}" for loss in printed]
+    shown = re.findall(r">loss ([\d.]+)<", picture)
+    assert shown == [right, without_set_epoch, random]
+
+
+@pytest.mark.parametrize("name", ["killed_run", "killed_run_narrow"])
+def test_losses_are_where_the_picture_of_the_killed_run_has_them(name):
+    """Of the run that was not killed, then of both attempts: one more y for each."""
+    heights = re.findall(r'(?:,|cy=")(\d+\.\d)', text_of(f"docs/pictures/{name}.svg"))
+    printed = losses_of("docs/3_fault_tolerance.md", r"\d/6")
+    assert heights == [f"{150 - 45 * math.log10(loss):.1f}" for loss in printed]
+
+
+def losses_of(page, epoch):
+    """The held-out losses that a page shows of an epoch."""
+    found = re.findall(rf"epoch {epoch} .* held-out loss (\S+)", text_of(page))
+    return [float(loss) for loss in found]
 
 
 def test_a_phone_gets_the_words_of_each_picture():
