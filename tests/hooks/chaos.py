@@ -1,12 +1,13 @@
 """Rank 0 notes the time of each step, and a snapshot is written in two halves.
 
-STEPS     the file that it appends to: a line BEGAN NOW STEP RESTARTS when its
-          process has imported all, with -1 for STEP, and one after each step;
-          each has 64 bytes
+STEPS     the file that it appends to: a line [BEGAN, NOW, STEP, RESTARTS] after each
+          step; with -1 for STEP when its process has imported all, with -2 and -3
+          before and after it saves; each has 64 bytes
 SAVE_S    seconds between the halves, so that a kill can hit the save
 """
 
 import io
+import json
 import os
 import time
 
@@ -20,8 +21,8 @@ BEGAN = began("self")
 
 def note(step):
     if os.environ["RANK"] == "0":
-        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        line = f"{BEGAN} {time.time()} {step} {restarts}"
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        line = json.dumps([BEGAN, time.time(), step, restarts])
         # In one system call and one page of memory (64 divides a page, and Linux
         # copies page by page): neither a kill nor a reader finds half a line.
         with open(os.environ["STEPS"], "ab", buffering=0) as log:
@@ -45,10 +46,12 @@ def save_slowly(save, snapshot, file):
     save(snapshot, whole)
     data = whole.getvalue()
     half = len(data) // 2
+    note(-2)
     file.write(data[:half])
     file.flush()
     time.sleep(float(os.environ["SAVE_S"]))
     file.write(data[half:])
+    note(-3)
 
 
 replace(torch, "save", save_slowly)
