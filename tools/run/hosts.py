@@ -4,15 +4,8 @@
         --rdzv-backend=c10d --rdzv-endpoint=node0:29500 multinode.py 50 10
 
 starts the command on node0 and node1, which are Linux namespaces joined by a bridge,
-and prints what they print. With --when 'epoch 10 saved' 'kill node1', something happens
-to them:
-
-    kill node1          all its processes die at once, and their connections are closed
-    unplug node1        the power goes: its processes die and nobody is told
-    start node1         it is on again if it was off, and runs the command again
-    cut node1           its link is down
-    mend node1          its link is up again, at full speed
-    slow node1 100mbit  its link carries no more than that, each way
+and prints what they print. With --kill 'epoch 10 saved', all processes of the last host
+die at once when a line has this text, and their connections are closed.
 
 All run in this folder, as on a shared disk. The exit status is 0 if the command ends
 with 0 on every host that still stands, else 1.
@@ -23,7 +16,6 @@ long as the process that made them, however that ends.
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +29,6 @@ from tools.run import processes
 from tools.run.processes import Program, clean_env
 
 SUBNET = "10.77.0"
-ACTIONS = "kill|unplug|start|cut|mend|slow"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 PATH = f"{processes.PATH}:/usr/sbin:/sbin"  # a user's has no sbin
 # A shell command that gives a host an /etc/hosts of its own, with the lines in $0.
@@ -49,8 +40,6 @@ HOLD = "echo; read _"
 IS_ROOT = os.geteuid() == 0
 UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
 AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
-
-
 # The namespaces that each host has of its own
 SPACES = ["--net", "--uts", "--mount", "--ipc", "--pid"]
 
@@ -59,24 +48,16 @@ def why_not():
     """Why there can be no hosts on this machine; None if there can be."""
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if missing:
-        return f"there is no {' and no '.join(missing)}: install iproute2"
+        return f"there is no {missing[0]}: install iproute2"
     words = [*UNSHARE, "--net", "true"]
     tried = Program(words, None, real=True, PATH=PATH).finish()
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
 def child_of(process):
-    """The process number of the only child of a Popen or a Program, once it is there.
-
-    nsenter's child is the command that `Host.start` starts.
-    """
+    """The process number of the only child of a Popen."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while process.poll() is None:
-        found = children.read_text().split()
-        if found:
-            return int(found[0])
-        time.sleep(0.005)
-    raise ProcessLookupError(f"process {process.pid} has ended")
+    return int(children.read_text())
 
 
 class Host:
@@ -231,86 +212,40 @@ def run(command):
     return done.stdout
 
 
-def main(count, command, when):
-    """Run `command` on `count` hosts, and do what `when` says; return the exit status.
+def main(count, command, kill):
+    """Run `command` on `count` hosts; return the exit status.
 
-    when: pairs (text, action): each action is run once, when a line has its text.
+    kill: None, or a text: the last host is killed once a line has it.
     """
-    pending = list(when)
-    started = []  # (host, its Program)
-    shown = Counter()  # {Program: how many characters of its output are printed}
-    counted = {}  # {host that is on: its Program}
     with Hosts(count, ".") as hosts:
-
-        def start(host):
-            if not host.first:
-                host.boot()
-            counted[host] = host.start(command)
-            started.append((host, counted[host]))
-
-        def act(action, name, *rest):
-            (victim,) = [host for host in hosts if host.name == name]
-            if action == "start":
-                start(victim)
-                return
-            if action in ("kill", "unplug"):
-                counted.pop(victim, None)  # only hosts that still stand count
-            method = getattr(victim, action)  # the name of an action is a Host's method
-            method(*rest)
-
-        def act_after(line):
-            """Do what waits for a text of this line."""
-            due = [pair for pair in pending if pair[0] in line]
-            for pair in due:
-                pending.remove(pair)
-                _, action = pair
-                print(f"-- {action}", flush=True)
-                act(*action.split())
-
-        def show_new_lines(host, program):
-            """Print them. After each, do what waits for it."""
-            new = program.output[shown[program] :]
-            if program.poll() is None:  # its last line may not be whole
-                new = new[: new.rfind("\n") + 1]
-            shown[program] += len(new)
-            for line in new.splitlines():
-                print(f"{host}: {line}", flush=True)
-                act_after(line)
-
-        for host in hosts:
-            start(host)
+        standing = [*hosts]
+        programs = {host: host.start(command) for host in hosts}
+        shown = Counter()  # {host: how many characters of its output are printed}
         running = True
         while running:
-            waiting = len(pending)
-            running = any(program.poll() is None for _, program in started)
-            for host, program in [*started]:
-                show_new_lines(host, program)
-            if len(pending) < waiting:  # what was done may have started a program
-                running = True
+            running = any(program.poll() is None for program in programs.values())
+            for host, program in programs.items():
+                new = program.output[shown[host] :]
+                if running:  # its last line may not be whole
+                    new = new[: new.rfind("\n") + 1]
+                shown[host] += len(new)
+                for line in new.splitlines():
+                    print(f"{host}: {line}", flush=True)
+                    if kill and kill in line:
+                        kill = None
+                        last = standing.pop()
+                        print(f"-- kill {last}", flush=True)
+                        last.kill()
             time.sleep(0.05)
-        statuses = [program.poll() for program in counted.values()]
-        return 0 if statuses and not any(statuses) else 1
+        return any(programs[host].poll() for host in standing)
 
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("count", type=int, help="how many hosts")
-    parser.add_argument(
-        "--when",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("TEXT", "ACTION"),
-        help="do ACTION once a line has TEXT in it",
-    )
+    parser.add_argument("count", type=int, choices=range(1, 10), help="how many hosts")
+    parser.add_argument("--kill", metavar="TEXT", help="kill the last at this text")
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()
-    names = [f"node{number}" for number in range(args.count)]
-    for _, action in args.when:
-        if not re.fullmatch(rf"({ACTIONS}) ({'|'.join(names)})( \d+mbit)?", action):
-            error(f"{action!r} is none of ({ACTIONS}) ({'|'.join(names)})")
-    if not 1 <= args.count <= 200:
-        error(f"{args.count} hosts: from 1 to 200 can be made")
     reason = why_not()
     if reason:
         error(f"no hosts on this machine: {reason}")
