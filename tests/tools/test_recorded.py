@@ -50,7 +50,8 @@ def test_what_a_test_depends_on(monkeypatch, changed, file, script, again):
 
 
 TESTS = (
-    "pytest --all -q -p tools.prove.recorded tests/trunk/test_probe.py -k ddp_by_hand"
+    "pytest --all -m waits -q -p tools.prove.recorded"
+    " tests/trunk/test_training.py -k ddp_by_hand"
 )
 PAGE = "tools.site.build --check --only ddp_by_hand"
 FAULTS = {  # a text, and the fault that takes its place
@@ -80,8 +81,8 @@ def test_nothing_runs_twice(copy, command):
     status, output = run(command, copy)
     assert status == 0
     number = re.search(r"(?m)^(\d+) (tests have passed|commands print)", output)[1]
-    assert int(number) > 2
-    assert " passed in " not in output and ": exit status" not in output
+    assert int(number) > 1
+    assert not re.search(r"\d passed|: exit status", output)
 
 
 @pytest.mark.parametrize("command", [TESTS, PAGE])

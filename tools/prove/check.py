@@ -38,7 +38,8 @@ def checks(name, text_only):
     # `-k` finds the tests that have the script among their parameters or in their file,
     # those of the stand-in and the zoo as well.
     others = [f"--ignore={path}" for path in TEXT_TESTS + SITE_TESTS]
-    yield ["pytest", "-q", "--all", "-k", Path(name).name, *others]
+    own = ["-k", Path(name).name, "-p", "tools.prove.recorded"]
+    yield ["pytest", "-q", "--full", *own, *others]
     try:
         pages = chapters(name, explanations())
     except InputError:

@@ -1,10 +1,11 @@
-"""A plugin of pytest: a test that has passed runs again if what it depends on changes.
+"""A plugin of pytest: a test that waits and has passed runs again if it may now fail.
 
     pytest --all -m waits -p tools.prove.recorded
 
-That is its file and what this names, what all tests share, and the scripts. If one of
-its parameters is a script, it is about this one and those that it comes from. Of a file
-without any list of scripts, only the script that it names count.
+It may if its file has changed, or what this names, what all tests share, or a script.
+If one of its parameters is a script, then only this one and those that it comes from
+count. If its file has no list of scripts, then only those of the root and those that it
+names do.
 """
 
 import functools
@@ -58,8 +59,9 @@ def proof_of(item):
 def pytest_collection_modifyitems(config, items):
     known = record.read()
     for item in items:
-        proofs[item] = proof_of(item)
-    same = [item for item in items if proofs[item] in known]
+        if item.get_closest_marker("waits") or item.get_closest_marker("full"):
+            proofs[item] = proof_of(item)
+    same = [item for item in proofs if proofs[item] in known]
     config.hook.pytest_deselected(items=same)
     items[:] = [item for item in items if item not in same]
     print(f"\n{len(same)} tests have passed before, with all that they depend on")
@@ -76,7 +78,8 @@ def pytest_runtest_makereport(item, call):
     if report.passed and report.when == "call":
         passed.add(item)
     if report.passed and report.when == "teardown" and item in passed:
-        proof = proofs[item]
-        old = [known for known in record.read() if known[:2] == proof[:2]]
-        record.change([proof], old)
+        proof = proofs.get(item)
+        if proof:
+            old = [known for known in record.read() if known[:2] == proof[:2]]
+            record.change([proof], old)
     return report
