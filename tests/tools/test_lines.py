@@ -100,8 +100,8 @@ assert "planted_starts = " in (ROOT / "multigpu.py").read_text()
 """
 HANGS = f"{TESTS}::test_multigpu_hangs_without_a_line"
 VERDICTS = {  # of each planted line, and of an argument in one
-    "planted_useless = ": "NO TEST MISSES IT",
-    "planted_unused=total_epochs in ": "NO TEST MISSES IT",
+    "planted_useless = ": "NO TEST FAILS WITHOUT IT",
+    "planted_unused=total_epochs in ": "NO TEST FAILS WITHOUT IT",
     "planted_needed = ": f"{TESTS}::test_multigpu_has_a_line",
     "planted_waits = ": f"NO VERDICT: {HANGS} times out",
     "planted_in_setup = ": f"NO VERDICT: {HANGS} fails in its setup",
@@ -319,7 +319,7 @@ def test_records_of_two_branches_merge(tmp_path, green):
 
     def commit(branch, digest):
         git(f"checkout -q -b {branch}")
-        record.change([record.Proof("edge", "line", digest, "test")], record.read())
+        record.change([record.Proof("edge", "line", "test", digest)], record.read())
         git("add .")
         git(f"commit -q -m {branch}")
 

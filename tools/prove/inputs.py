@@ -18,7 +18,9 @@ from tools.prove import record
 from tools.scripts import ROOT
 
 MAKES_THE_SITE = r"tools/site/(?!pages\.py|commands\.py)."  # from all pages there are
-VERSIONS = f"Python {sys.version_info[:2]}, torch {metadata.version('torch')}"
+VERSIONS = "Python {}.{}, torch {}".format(
+    *sys.version_info[:2], metadata.version("torch").partition("+")[0]
+)
 
 
 @functools.cache
@@ -89,6 +91,6 @@ def digest_of_file(name):
 
 
 def digest(files, *texts):
-    """A hash of these files, of texts, and of the versions of Python and PyTorch."""
+    """A hash of texts and of what is in files."""
     files = sorted({*files} - {str(record.GREEN.relative_to(ROOT))})
-    return record.digest([VERSIONS, *texts, *map(digest_of_file, files)])
+    return record.digest([*texts, *map(digest_of_file, files)])

@@ -230,7 +230,7 @@ def prove(edge, only="", full=False):
     known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
     read = {parent, child, "utils.py", *map(file_of, every)}
     parts = [str(by_line), *((ROOT / name).read_text() for name in sorted(read))]
-    all_of_it = Proof(" ".join(edge), "all lines", record.digest(parts))
+    all_of_it = Proof(" ".join(edge), "all lines", "", record.digest(parts))
     if all_of_it in known and not (only or full):
         print(f"{child}: nothing has changed")
         return True
@@ -318,7 +318,7 @@ def control(child, tests, bad):
 
 def report(child, mutant, result, bad):
     """Print one line, which is `bad` unless a test has failed."""
-    verdict = result["killer"] or "NO TEST MISSES IT"
+    verdict = result["killer"] or "NO TEST FAILS WITHOUT IT"
     if result["no_verdict"] and not result["killer"]:
         verdict = f"NO VERDICT: {', '.join(result['no_verdict'])}"
     line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
@@ -356,8 +356,8 @@ def make_proof(edge, text, mutant, tests, killer):
     parts = [mutant.kind, *old, "becomes", *new]
     parts += used_of(code_of("utils.py"), own)
     parts += map(code_of_test, sorted(tests, key=without_folder))
-    digest = record.digest(parts)
-    return Proof(" ".join(edge), label(mutant), digest, without_folder(killer))
+    killer = without_folder(killer)
+    return Proof(" ".join(edge), label(mutant), killer, record.digest(parts))
 
 
 def label(mutant):

@@ -1,11 +1,11 @@
 """What is proven already: the lines of tools/prove/green.txt.
 
-A line has the kind of a proof, what is proven, a hash of all that the proof depends on,
-and who has proven it, with tabs in between. No line depends on another, so that git can
-take the lines of both sides where two changes meet (.gitattributes), and a line whose
-hash is no longer right is ignored.
+A line has the kind of a proof, what is proven, how, and a hash of all that the proof
+depends on, with tabs in between. No line depends on another, so that git can take the
+lines of both sides where two changes meet (.gitattributes). A line whose hash is no
+longer right is ignored.
 
-    python -m tools.prove.record    forget all but the lines of mutants
+    python -m tools.prove.record    delete all but the lines of mutants
 """
 
 import fcntl
@@ -19,8 +19,8 @@ GREEN = Path(__file__).with_name("green.txt")
 class Proof(NamedTuple):
     kind: str  # the edge of a mutant "PARENT CHILD", or the file of a test or a command
     what: str
+    by: str  # the test that kills a mutant, or the versions that something passed with
     digest: str
-    by: str = ""  # the test that kills a mutant
 
 
 def digest(parts):
@@ -46,4 +46,4 @@ def change(add=(), drop=()):
 
 
 if __name__ == "__main__":
-    change(drop=[proof for proof in read() if not proof.by])
+    change(drop=[proof for proof in read() if "::" not in proof.by])

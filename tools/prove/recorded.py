@@ -15,7 +15,7 @@ import pytest
 
 from tools.files import file_names
 from tools.prove import record
-from tools.prove.inputs import all_named, digest
+from tools.prove.inputs import VERSIONS, all_named, digest
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
@@ -52,7 +52,7 @@ def proof_of(item):
     file, _, test = item.nodeid.partition("::")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     about = tuple(value for value in parameters if value in [*SCRIPTS])
-    return Proof(file, test, depends_on(file, about))
+    return Proof(file, test, VERSIONS, depends_on(file, about))
 
 
 @pytest.hookimpl(trylast=True)
@@ -80,6 +80,6 @@ def pytest_runtest_makereport(item, call):
     if report.passed and report.when == "teardown" and item in passed:
         proof = proofs.get(item)
         if proof:
-            old = [known for known in record.read() if known[:2] == proof[:2]]
+            old = [known for known in record.read() if known[:3] == proof[:3]]
             record.change([proof], old)
     return report

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.files import copy_tree, edit, file_names
 from tools.prove import record
-from tools.prove.inputs import all_named, digest, named_in, read
+from tools.prove.inputs import VERSIONS, all_named, digest, named_in, read
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
@@ -273,7 +273,7 @@ def proof_of(command, shown):
         code += sum(read(text), []) if name.endswith(".py") else [text]
     files = all_named(named_in(" ".join(code)))
     files.update(name for name in file_names() if Path(name).name in RUNS_THEM)
-    return Proof(command.page.name, command.text, digest(files, *texts))
+    return Proof(command.page.name, command.text, VERSIONS, digest(files, *texts))
 
 
 def run_all(pages):
@@ -289,7 +289,10 @@ def run_all(pages):
     outputs = {}
     problems = []
     names = [page.name for page in pages]
-    known = {proof for proof in record.read() if proof.kind in names}
+    known = set()
+    for proof in record.read():
+        if proof.kind in names and proof.by == VERSIONS:
+            known.add(proof)
     proofs = {
         command: proof_of(command, command.shown()) for command in commands_of(pages)
     }
