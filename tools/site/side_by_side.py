@@ -9,7 +9,6 @@ import functools
 import itertools
 import re
 from html import escape
-from os.path import commonprefix
 
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
@@ -118,30 +117,19 @@ def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
     words = words_of(one)
     other_words = words_of(other)
-    # Equal words at both ends: what was put between them is marked.
-    first = len(commonprefix([words, other_words]))
-    ends = words[first:][::-1], other_words[first:][::-1]
-    last = len(commonprefix(ends))
-    middle = words[first : len(words) - last]
-    other_middle = other_words[first : len(other_words) - last]
-    changed_words = set()
-    changed_others = set()
-    for i1, i2, j1, j2 in changes(middle, other_middle):
-        changed_words.update(range(first + i1, first + i2))
-        changed_others.update(range(first + j1, first + j2))
-    return places_in(words, changed_words), places_in(other_words, changed_others)
+    starts = starts_of(words)
+    other_starts = starts_of(other_words)
+    places = set()
+    other_places = set()
+    for i1, i2, j1, j2 in changes(words, other_words):
+        places.update(range(starts[i1], starts[i2]))
+        other_places.update(range(other_starts[j1], other_starts[j2]))
+    return places, other_places
 
 
-def places_in(words, numbers):
-    """The places of the characters in the words of these numbers."""
-    found = set()
-    end = 0
-    for number, word in enumerate(words):
-        start = end
-        end += len(word)
-        if number in numbers:
-            found.update(range(start, end))
-    return found
+def starts_of(words):
+    """Where each word of a line starts, and where the last one ends."""
+    return [*itertools.accumulate(map(len, words), initial=0)]
 
 
 def marks_of(removed, added):
@@ -159,9 +147,8 @@ def marks_of(removed, added):
 
 def path_between(old, new):
     """The edges (parent, child) on the way from one script to another in the tree."""
-    to_old = set(itertools.pairwise(ancestry(old)))
-    to_new = set(itertools.pairwise(ancestry(new)))
-    return sorted(to_old ^ to_new, key=lambda edge: len(ancestry(edge[1])))
+    edges = [*itertools.pairwise(ancestry(old)), *itertools.pairwise(ancestry(new))]
+    return [edge for edge in edges if edges.count(edge) == 1]
 
 
 def explain(old, new, explained):
