@@ -12,6 +12,7 @@ pytestmark = pytest.mark.waits
 
 ZOO = "tests/trunk/test_zoo.py"
 SLURM = "tests/cluster/test_slurm.py"
+ACCUMULATION = "tests/variants/test_gradient_accumulation.py"
 FSDP = "variants/fsdp.py"
 CHANGES = [  # a file, one of tests, the script that a test is about, whether it reruns
     ("utils.py", ZOO, FSDP, True),
@@ -30,7 +31,11 @@ CHANGES = [  # a file, one of tests, the script that a test is about, whether it
     ("variants/preemptible.py", SLURM, None, True),
     ("variants/diloco.py", SLURM, None, False),
     ("mingpt/batches.py", "tests/mingpt/test_train.py", None, True),
+    ("mingpt/__init__.py", "tests/mingpt/test_train.py", None, True),
     ("benchmarks/report.py", "tests/tools/test_benchmarks.py", None, True),
+    ("variants/tensor_parallel.py", "tests/docs/test_fences.py", None, True),
+    ("variants/ddp2.py", "tests/variants/test_train_loop.py", None, True),
+    ("docs/gradient_accumulation/watch.py", ACCUMULATION, None, True),
 ]
 
 

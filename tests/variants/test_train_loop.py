@@ -85,9 +85,9 @@ def test_the_trained_model_comes_back(tmp_path):
 
 
 AS_VARIANT = {
-    "gradient_accumulation": ("as_variant", "accumulate", "4"),
-    "mixed_precision": ("as_variant", "precision", '"bf16"'),
-    "ddp2": ("node", 1, 0, 2, 32, 5),
+    "variants/gradient_accumulation.py": ("as_variant", "accumulate", "4"),
+    "variants/mixed_precision.py": ("as_variant", "precision", '"bf16"'),
+    "variants/ddp2.py": ("node", 1, 0, 2, 32, 5),
 }
 
 
@@ -95,7 +95,7 @@ AS_VARIANT = {
 @pytest.mark.parametrize("name", AS_VARIANT)
 def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
     """5 epochs of its own task, with the same options."""
-    folder, _ = runs(f"variants/{name}.py")
+    folder, _ = runs(name)
     case(tmp_path, *AS_VARIANT[name])
     assert_same_weights(tmp_path / "node0.pt", folder / "snapshot.pt")
 

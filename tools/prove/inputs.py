@@ -8,38 +8,42 @@ imports count.
 import ast
 import collections
 import functools
+import glob
 import re
 import sys
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 
 from tools.files import file_names
 from tools.prove import record
 from tools.scripts import ROOT
 
-MAKES_THE_SITE = r"tools/site/(?!pages\.py|commands\.py)."  # from all pages there are
-VERSIONS = "Python {}.{}, torch {}".format(
-    *sys.version_info[:2], metadata.version("torch").partition("+")[0]
-)
+MAKES_THE_SITE = r"tools/site/(?!pages|commands|__init__)"  # from all pages there are
+# Where something has passed
+PLACE = f"Python {sys.version_info[0]}.{sys.version_info[1]}, torch {version('torch')}"
+PLACE += f", {sys.platform}{' with a GPU' if glob.glob('/dev/nvidia?') else ''}"
 
 
 @functools.cache
 def files_by_name():
-    """{a name of a file, or of a folder in a folder that it is in: files}."""
+    """{a file's path, name or module, or a folder in a folder that it is in: files}."""
     found = collections.defaultdict(set)
     for name in file_names():
         path = Path(name)
         module = ".".join(path.with_suffix("").parts)
-        folders = [str(folder) for folder in path.parents[:-2]]
-        for key in {name, path.name, module, *folders}:
+        names = {name, module, *(str(folder) for folder in path.parents[:-2])}
+        if path.suffix and path.stem != "__init__":
+            names.add(path.name)
+        for key in names:
             found[key].add(name)
     return found
 
 
 def named_in(text):
-    """The files that words of a text name, if these have a dot or a slash."""
-    words = [word.strip(".").rstrip("/") for word in re.findall(r"[\w./-]+", text)]
-    names = {word for word in words if re.search("[./]", word)}
+    """The files that the words of a text name. It may be a program."""
+    text = re.sub(r"\bfrom ([\w.]+) import (\w+)", r"\1.\2 \1", text)
+    words = re.findall(r"[\w./-]+", text)
+    names = {word.strip("/").removeprefix("./").rstrip(".") for word in words}
     return set().union(*(files_by_name().get(name, ()) for name in names))
 
 
@@ -49,10 +53,10 @@ def read(code):
     texts = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            imports += [f"{alias.name}.py {alias.name}" for alias in node.names]
+            imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             imports += [f"{node.module}.{alias.name}" for alias in node.names]
-            imports.append(node.module)
+            imports.append(f"{node.module}")
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = None
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -69,7 +73,7 @@ def named_by(name):
     if name.endswith(".py"):
         imports, texts = read(text)
         text = " ".join(imports if name.startswith("tools/") else imports + texts)
-    return named_in(text)
+    return named_in(f"{text} {Path(name).parent}/__init__.py")
 
 
 def all_named(files):

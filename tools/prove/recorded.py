@@ -10,18 +10,17 @@ names do.
 
 import functools
 import re
+from pathlib import Path
 
 import pytest
 
 from tools.files import file_names
 from tools.prove import record
-from tools.prove.inputs import VERSIONS, all_named, digest
+from tools.prove.inputs import PLACE, all_named, digest, digest_of_file
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
-SHARED = (
-    r"utils\.py|pyproject\.toml|tools/(run/)?\w+\.py|tests/(?!helpers/|.*(test_|md$)).*"
-)
+SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?\w+\.py|tests/(?!helpers/|.*md$).*"
 LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}
@@ -41,6 +40,7 @@ def depends_on(file, about):
     elif re.search(LISTS, code):
         files.update(SCRIPTS)
     shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
+    shared = [name for name in shared if not Path(name).name.startswith("test_")]
     return digest(files.union(shared, trunk()))
 
 
@@ -52,7 +52,7 @@ def proof_of(item):
     file, _, test = item.nodeid.partition("::")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     about = tuple(value for value in parameters if value in [*SCRIPTS])
-    return Proof(file, test, VERSIONS, depends_on(file, about))
+    return Proof(file, test, PLACE, depends_on(file, about))
 
 
 @pytest.hookimpl(trylast=True)
@@ -78,8 +78,11 @@ def pytest_runtest_makereport(item, call):
     if report.passed and report.when == "call":
         passed.add(item)
     if report.passed and report.when == "teardown" and item in passed:
-        proof = proofs.get(item)
-        if proof:
+        # A file may have been edited while the tests ran.
+        depends_on.cache_clear()
+        digest_of_file.cache_clear()
+        proof = proof_of(item)
+        if proofs.get(item) == proof:
             old = [known for known in record.read() if known[:3] == proof[:3]]
             record.change([proof], old)
     return report

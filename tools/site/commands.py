@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.files import copy_tree, edit, file_names
 from tools.prove import record
-from tools.prove.inputs import VERSIONS, all_named, digest, named_in, read
+from tools.prove.inputs import PLACE, all_named, digest, named_in, read
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
@@ -259,7 +259,7 @@ def timed(command, tree):
     return *result, time.monotonic() - start
 
 
-RUNS_THEM = ["commands.py", "files.py", "processes.py", "warm.py"]
+RUNS_THEM = r"tools/(run/(processes|warm)|site/(commands|pages)|files|scripts)\.py"
 
 
 def proof_of(command, shown):
@@ -272,8 +272,8 @@ def proof_of(command, shown):
         texts += [name, text]
         code += sum(read(text), []) if name.endswith(".py") else [text]
     files = all_named(named_in(" ".join(code)))
-    files.update(name for name in file_names() if Path(name).name in RUNS_THEM)
-    return Proof(command.page.name, command.text, VERSIONS, digest(files, *texts))
+    files.update(name for name in file_names() if re.fullmatch(RUNS_THEM, name))
+    return Proof(command.page.name, command.text, PLACE, digest(files, *texts))
 
 
 def run_all(pages):
@@ -291,7 +291,7 @@ def run_all(pages):
     names = [page.name for page in pages]
     known = set()
     for proof in record.read():
-        if proof.kind in names and proof.by == VERSIONS:
+        if proof.kind in names and proof.by == PLACE:
             known.add(proof)
     proofs = {
         command: proof_of(command, command.shown()) for command in commands_of(pages)

@@ -1,7 +1,6 @@
 """The Markdown pages: their headings, markers and commands; see tools/site/build.py."""
 
 import re
-from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,10 +82,11 @@ class Page:
 
     def section(self, block):
         """The text from the block's heading to the next, without what is generated."""
-        starts = [line - 1 for line, _, _ in self.headings]
-        below = bisect(starts, block.line - 1)
-        first, end = [*starts, None][below - 1 : below + 1]
-        text = "\n".join(self.lines[first:end])
+        starts = [line for line, _, _ in self.headings]
+        first = max(line for line in starts if line <= block.line)
+        below = [line for line in starts if line > block.line]
+        end = min(below, default=len(self.lines) + 1)
+        text = "\n".join(self.lines[first - 1 : end - 1])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
     def output_of(self, block):
