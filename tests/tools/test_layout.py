@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from tools.scripts import ROOT
+from tools.files import file_names
+from tools.scripts import ROOT, own_tests, variants
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
 READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "cluster/**/*.py", "docs/**/*.py"]
@@ -32,3 +33,8 @@ def test_nothing_imports_upwards(pattern):
     assert files
     for file in files:
         assert not imported(file) & above, file
+
+
+@pytest.mark.parametrize("name", variants())
+def test_a_variant_has_tests_of_its_own(name):
+    assert own_tests(name) in file_names()
