@@ -201,7 +201,10 @@ MISTAKES |= {
         [
             (
                 "if dist.get_rank() == 0:\n        save_atomically",
-                "if True:\n        save_atomically",
+                # One after the other: at once, one would miss the other's file.
+                "if dist.get_rank() == 0:\n        save_atomically(values, path)\n"
+                "    dist.barrier()\n"
+                "    if dist.get_rank() == 1:\n        save_atomically",
             )
         ],
         "file",
