@@ -42,7 +42,7 @@ NEW = [
 ]
 
 
-# What `pytest` leaves out unless it is told --all or --full
+# `pytest` leaves some tests out unless it is told --all or --full.
 
 
 def pytest_addoption(parser):

@@ -127,7 +127,7 @@ def about(test, child):
     return Path(child).stem in named or not named or child not in SCRIPTS
 
 
-# Copies of the tree
+# Each mutant is tested in a copy of the tree.
 
 
 class Case:
@@ -205,7 +205,7 @@ def run(child, tasks):
             end_all()
 
 
-# The proof
+# The proof of a script runs its mutants and reports each.
 
 
 def named_by_line(edge):
@@ -327,7 +327,7 @@ def report(child, mutant, result, bad):
         bad.append(line)
 
 
-# What has been proven
+# A proof names what it depends on.
 
 
 def known_killers(mutant, named, known):
