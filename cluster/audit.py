@@ -6,11 +6,12 @@ The command runs as you typed it, and trains the same weights: your script is no
 edited. When it has ended, a report names each mistake that it has made, with the line
 of your code. To take this tool along, copy audit.py and audit_watch.py.
 
-Exit status: 0 nothing is wrong, 1 something is, 2 the audit could not be made, or the
-command failed, so that the audit proves nothing.
+Exit status: 0 no mistake was seen, 1 one was (with --strict, also a risk or a cost),
+2 the audit could not be made, or the command failed, so that the audit proves nothing.
 """
 
 import argparse
+import collections
 import configparser
 import itertools
 import json
@@ -27,10 +28,12 @@ import tempfile
 from pathlib import Path
 
 ROUNDING = 1e-6  # by this share of their size, means of equal weights may differ
+LEVELS = ("MISTAKE", "RISK", "COST")  # the worst first
 WATCH = Path(__file__).resolve().parent / "audit_watch.py"
 DOCS = WATCH.parents[1] / "docs"
-if not DOCS.exists():  # copied away
-    DOCS = Path("docs")
+if not (DOCS / "audit.md").exists():  # copied away
+    DOCS = None
+PYTORCH = "https://docs.pytorch.org/docs/stable"
 SITE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("audit_watch", {watch!r})
@@ -39,11 +42,15 @@ spec.loader.exec_module(module)
 module.begin({site!r})
 """
 
-# A section is a check, in the order in which they are made. `rule` is a function below.
-# Of the checks of a group, the first that finds something is told: the others would
-# find what follows from it. Without `needs`, a check is of what few scripts use.
+# A section is a check, in the order in which they are made, the worst first. `rule` is
+# a function below. Of the checks of a group, the first that finds something is told:
+# the others would find what follows from it. `level`: a MISTAKE changes what is
+# trained, evaluated or saved; a RISK may cost a snapshot or an exit; a COST is time.
+# Without `ok`, a check finds the cause of what another one sees. Without `needs`, it is
+# of what few scripts use. `help` is a section of our pages, `see` a page of PyTorch's.
 CHECKS = """
 [settings]
+level = MISTAKE
 rule = equal
 group = weights
 ok = all ranks' optimizers have the same settings
@@ -52,63 +59,115 @@ needs = two ranks
 why = Each rank takes steps of another size, and the weights drift apart.
 fix = Make the optimizer, the scheduler and every change of a rate on all ranks alike.
 help = theory.md#the-effective-batch-and-the-learning-rate
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [start]
+level = MISTAKE
 rule = weights
 group = weights
 ok = all ranks begin with the same weights
 wrong = the ranks begin with other weights
-needs = two ranks
+needs = two ranks that train one model
 why = Averaged gradients keep equal weights equal, but do not make other weights equal.
 fix = Wrap the model in DDP after all changes to its weights, or broadcast them.
 help = 2_multigpu.md#wrap-the-model-in-ddp
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [bypass]
+level = MISTAKE
 rule = weights
 group = weights
-ok = each forward pass in training goes through the DDP wrapper
 wrong = the model is called without its DDP wrapper, and the ranks' weights differ
-needs = two ranks
 why = Such a pass sends no gradients: each rank trains a model of its own, and one of
     them is saved.
 fix = Call what DistributedDataParallel(model) returned, not the model inside it.
 help = 2_multigpu.md#call-the-wrapper-in-the-training-step
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [unsent]
+level = MISTAKE
 rule = weights
 group = weights
-ok = the last backward pass before a step sends its gradients
 wrong = the optimizer steps while the last gradients have not been averaged
-needs = two ranks
 why = Each rank steps by gradients of its own.
-fix = Leave no_sync() for the last micro-batch before optimizer.step().
+fix = Leave no_sync() for the last micro-batch before each optimizer.step(), also for
+    the rest at the end of an epoch.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [unwrapped]
+level = MISTAKE
 rule = weights
 group = weights
-ok = each parameter that an optimizer trains is averaged over the ranks
 wrong = the optimizer trains parameters that are in no DDP wrapper
-needs = two ranks
 why = DDP averages the gradients of what it wraps. Others, such as a loss with weights
     or layers that were frozen when DDP was made, become different on each rank.
 fix = Wrap this module in DistributedDataParallel, too, after all layers are unfrozen.
     Of a bare parameter, sum the gradient over the ranks before the step, and divide it
     by their number.
 help = ddp_by_hand.md#average-the-gradients-after-backward
+see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[converted]
+level = MISTAKE
+rule = weights
+group = weights
+wrong = the model went to another device or type after it was wrapped in DDP
+why = Its parameters get gradients in another place, which DDP does not average: each
+    rank trains a model of its own.
+fix = Call to(), cpu(), cuda() or float() before DistributedDataParallel(model), or wrap
+    the model again.
+help = 2_multigpu.md#wrap-the-model-in-ddp
+see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[moved]
+level = MISTAKE
+rule = weights
+group = weights
+wrong = weights were changed on one rank between two steps
+why = DDP averages gradients. What else changes a weight must do it on all ranks alike.
+fix = Change the weights by the same numbers on each rank, or broadcast them afterwards.
+help = ddp_by_hand.md#average-the-gradients-after-backward
+see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[apart]
+level = MISTAKE
+rule = weights
+group = weights
+wrong = the ranks' weights differ, although the model is wrapped
+why = Each rank trains a model of its own on its part of the data, and one is saved.
+fix = Look for what changes gradients on one rank alone, after backward() or in it: a
+    communication hook, a clip by the rank's own norm. If the gradients were equal, look
+    at the optimizer: its state differs if one rank left a step out, as under Join.
+help = ddp_by_hand.md#average-the-gradients-after-backward
+see = notes/ddp.html
 
 [weights]
+level = MISTAKE
 rule = weights
 group = weights
 ok = after each step, all ranks have the same weights
 wrong = the ranks' weights differ
-needs = two ranks
+needs = two ranks that train one model
 why = Each rank trains a model of its own on its part of the data, and one is saved.
 fix = Average the gradients of all ranks before each step: wrap the model in DDP.
 help = ddp_by_hand.md#average-the-gradients-after-backward
+see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[drift]
+level = MISTAKE
+rule = scaled_alone
+group = weights
+wrong = a part that each rank of a split model has becomes different
+why = The ranks have scaled its gradient by other numbers, and then compute with other
+    weights of a layer that should be one.
+fix = Clip all parts, on all ranks, by one number: the norm of the whole model.
+help = tensor_parallel.md#count-replicas-not-ranks
+see = distributed.tensor.parallel.html
 
 [state]
-rule = state
+level = MISTAKE
+rule = equal
 group = weights
 ok = all ranks evaluate the same model
 wrong = the ranks evaluate models that differ
@@ -117,8 +176,10 @@ why = Buffers (batch normalization) or an average of the weights are each rank's
     so that the result is of other models than the one that is saved.
 fix = Broadcast rank 0's buffers before you evaluate; update an average on every rank.
 help = 2_multigpu.md#send-rank-0s-buffers-before-you-evaluate
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [steps]
+level = MISTAKE
 rule = equal
 group = steps
 ok = all ranks make the same number of steps
@@ -127,8 +188,10 @@ needs = the end of two ranks
 why = A rank that goes on alone waits for the others, or trains without them.
 fix = Give all ranks equally many batches (drop_last=True), and let all of them stop.
 help = it_hangs.md#find-the-rank-that-skipped-a-collective
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [samples]
+level = MISTAKE
 rule = samples
 group = samples
 ok = each rank trains on other samples
@@ -136,10 +199,13 @@ wrong = the ranks train on the same samples
 needs = the batches of two ranks
 why = An epoch then takes as many steps as on one device, and sees samples again.
 fix = Give the loader sampler=DistributedSampler(train_set) instead of shuffle=True,
-    without rank or seed of your own.
+    without rank or seed of your own. In a stream, let each worker of each rank yield
+    every n-th sample.
 help = 2_multigpu.md#give-each-rank-its-share-of-the-samples
+see = data.html
 
 [inputs]
+level = MISTAKE
 rule = differ
 group = samples
 ok = each rank's model gets other inputs
@@ -148,8 +214,10 @@ needs = the inputs of two ranks
 why = More processes then compute the same gradients again.
 fix = Give each rank other samples, and noise from another seed: seed + rank.
 help = 2_multigpu.md#give-each-rank-its-share-of-the-samples
+see = data.html
 
 [data]
+level = MISTAKE
 rule = data
 group = data
 ok = all ranks have the same data set
@@ -159,29 +227,10 @@ why = A sampler shares out numbers. If they mean other samples on each rank, som
     trained twice, others never, and held-out ones may be among them.
 fix = Make and split the data by one seed on all ranks; sort what comes from a folder.
 help = troubleshooting.md#the-held-out-loss-is-too-good-to-be-true
-
-[random]
-rule = differ
-group = samples
-ok = each rank draws other random numbers in its forward passes
-wrong = all ranks draw the same random numbers
-needs = random numbers in a forward pass of two ranks
-why = All drop the same units, or add the same noise, on different samples: the average
-    over the ranks does not average this noise away.
-fix = Seed each rank by itself after the model is made: torch.manual_seed(seed + rank).
-help = 2_multigpu.md#shuffle-anew-in-every-epoch
-
-[file]
-rule = one_rank
-group = file
-ok = no two ranks write the same file
-wrong = several ranks write one file
-needs = a file that is saved, and two ranks
-why = Two processes that write at once can leave a file that nobody can load.
-fix = Save under `if rank == 0:`.
-help = 2_multigpu.md#print-and-save-on-rank-0-only
+see = data.html
 
 [order]
+level = MISTAKE
 rule = alone
 group = order
 ok = each epoch has another order of samples
@@ -190,8 +239,25 @@ needs = a second epoch
 why = The same batches come again in every epoch, and the model learns their order.
 fix = Call loader.sampler.set_epoch(epoch) before each epoch.
 help = 2_multigpu.md#shuffle-anew-in-every-epoch
+see = data.html
+
+[workers]
+level = MISTAKE
+rule = alone
+group = order
+ok = the loader's workers know the epoch of their data set
+wrong = the loader's workers keep the first epoch
+needs =
+why = Each worker has a copy of the data set, made when it started, and
+    persistent_workers=True keeps it. What you change here does not reach it, so that
+    each epoch has the order, or the augmentation, of the first.
+fix = Leave persistent_workers=False, or keep the epoch in shared memory:
+    torch.tensor(0).share_memory_().
+help = 2_multigpu.md#shuffle-anew-in-every-epoch
+see = data.html
 
 [once]
+level = MISTAKE
 rule = once
 group = once
 ok = an evaluation counts each held-out sample once
@@ -201,28 +267,71 @@ why = DistributedSampler repeats samples until all ranks have equally many, so t
     result depends on the number of processes.
 fix = Evaluate Subset(test_set, range(rank, len(test_set), world_size)).
 help = 2_multigpu.md#evaluate-each-held-out-sample-once
+see = data.html
 
 [met]
+level = MISTAKE
 rule = met
 group = met
-ok = the results of all ranks' held-out samples are put together
+ok = after it has evaluated its samples, each rank sends something to the others
 wrong = each rank evaluates other samples, and the results are not put together
 needs = the same evaluation twice on two ranks
 why = Each rank prints, and decides by, the result of its own samples.
 fix = Sum losses and counts over the ranks: dist.all_reduce(sums).
 help = 2_multigpu.md#evaluate-each-held-out-sample-once
+see = distributed.html
+
+[early]
+level = MISTAKE
+rule = alone
+group = learns
+wrong = the optimizer was made before the model was sharded
+why = fully_shard() puts other parameters into the model, and the optimizer still holds
+    the old ones, which get no gradients.
+fix = Make the optimizer after fully_shard(model).
+help = 7_sharding.md#give-the-optimizer-the-new-parameters
+see = distributed.fsdp.fully_shard.html
+
+[hidden]
+level = MISTAKE
+rule = alone
+group = learns
+wrong = FSDP does not find the outputs of the model
+why = It looks for tensors in what forward() returns, to know when gradients come. In an
+    object of your own it finds none, so that the gradients are not averaged.
+fix = Return tensors, or a tuple, list, dict or dataclass that PyTorch can look into.
+help = 7_sharding.md#avoid-what-goes-wrong-in-silence
+see = distributed.fsdp.fully_shard.html
 
 [learns]
+level = MISTAKE
 rule = alone
 group = learns
 ok = the optimizer changes the weights
 wrong = the optimizer changes no weight
 needs = some steps
-why = It may hold other parameters than those of the model that computes the loss.
-fix = Make the optimizer from the parameters of the model that you train.
+why = It may hold other parameters than those of the model that computes the loss, or
+    its step() may do nothing.
+fix = Make the optimizer from the parameters of the model that you train, and look at
+    what its step() does.
 help = 1_single_gpu.md#choose-the-data-the-model-and-the-optimizer
+see = optim.html
+
+[dead]
+level = MISTAKE
+rule = alone
+group = learns
+ok = each parameter of a layer that is called gets a gradient
+wrong = a layer is called, and its parameters never get a gradient
+needs = some steps
+why = Something cuts it from the loss, such as detach(), no_grad() or a conversion to a
+    number, so that it keeps its first values.
+fix = Take the cut out. If you want it, freeze the layer by requires_grad_(False).
+help = adapt_your_script.md#look-up-the-parts-of-your-script
+see = notes/autograd.html
 
 [unheld]
+level = MISTAKE
 rule = alone
 group = learns
 ok = an optimizer holds each parameter of the DDP model
@@ -232,18 +341,58 @@ why = It has gradients, and keeps its first values for ever.
 fix = Make the optimizer after the last layer is in its place, from all parameters;
     freeze what you do not train by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
+see = optim.html
+
+[lost]
+level = MISTAKE
+rule = alone
+group = zeroed
+ok = no gradient is set to zero before a step has used it
+wrong = gradients are set to zero between the micro-batches of a step
+needs = some steps
+why = Only the last micro-batch counts. The others are computed for nothing.
+fix = Call optimizer.zero_grad() once for each step: after it, not in each micro-batch.
+help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
+see = notes/amp_examples.html
 
 [zeroed]
+level = MISTAKE
 rule = alone
-group = learns
+group = zeroed
 ok = gradients are set to zero between steps
 wrong = the gradients of earlier steps are never set to zero
 needs = some steps
 why = Each step moves by the sum of all gradients since the start.
 fix = Call optimizer.zero_grad() before each backward(), for each optimizer.
 help = 1_single_gpu.md#train-one-batch
+see = optim.html
+
+[scaled]
+level = MISTAKE
+rule = alone
+group = scaled
+ok = gradients are unscaled before a step
+wrong = the optimizer steps by scaled gradients
+needs =
+why = They are thousands of times too large, and infinite ones are not left out.
+fix = Call scaler.step(optimizer), not optimizer.step().
+help = mixed_precision.md#autocast-scale-unscale-clip-step-update
+see = notes/amp_examples.html
+
+[clip]
+level = MISTAKE
+rule = alone
+group = scaled
+ok = gradients are unscaled before they are clipped
+wrong = gradients are clipped before they are unscaled
+needs =
+why = Scaled gradients are thousands of times too large, so that each step is tiny.
+fix = Call scaler.unscale_(optimizer) before you clip.
+help = mixed_precision.md#autocast-scale-unscale-clip-step-update
+see = notes/amp_examples.html
 
 [mode]
+level = MISTAKE
 rule = alone
 group = mode
 ok = the model trains in training mode
@@ -253,8 +402,129 @@ why = Nothing is dropped, and batch normalization does not follow the data. (If 
     fine-tune in eval() on purpose, this is none.)
 fix = Call model.train() at the start of each epoch.
 help = 1_single_gpu.md#evaluate
+see = notes/autograd.html
+
+[nan]
+level = MISTAKE
+rule = alone
+group = nan
+ok = no snapshot holds NaN
+wrong = a snapshot holds NaN
+needs = a snapshot
+why = A resumed run has lost its weights, and the good snapshot is overwritten.
+fix = Stop before the save if the loss is not finite.
+help = 1_single_gpu.md#save-and-resume
+see = notes/serialization.html
+
+[file]
+level = RISK
+rule = one_rank
+group = file
+ok = no two ranks write the same file
+wrong = several ranks write one file
+needs = a file that is saved, and two ranks
+why = Two processes that write at once can leave a file that nobody can load.
+fix = Save under `if rank == 0:`.
+help = 2_multigpu.md#print-and-save-on-rank-0-only
+see = notes/serialization.html
+
+[optimizer]
+level = RISK
+rule = alone
+group = optimizer
+ok = a snapshot has the optimizer's state
+wrong = a snapshot lacks an optimizer's state
+needs = two snapshots of one file, and an optimizer that has a state
+why = A resumed run begins without momentum, and its loss jumps.
+fix = Save optimizer.state_dict() of each optimizer, too, and load it.
+help = 1_single_gpu.md#save-and-resume
+see = notes/serialization.html
+
+[in_place]
+level = RISK
+rule = alone
+group = in_place
+ok = a new snapshot is written beside the last one, and renamed
+wrong = the last snapshot is overwritten in place
+needs = a snapshot that is saved again, or renamed
+why = A kill while it is written leaves no snapshot at all.
+fix = torch.save(snapshot, path + ".tmp"), then os.replace(path + ".tmp", path).
+help = 1_single_gpu.md#save-and-resume
+see = notes/serialization.html
+
+[keys]
+level = RISK
+rule = alone
+group = keys
+ok = saved keys have no prefix of a wrapper
+wrong = a wrapper's state_dict() is saved
+needs = a snapshot of the trained weights
+why = A script without the wrapper cannot load it, or loads nothing with strict=False.
+fix = Save model.state_dict(), not ddp_model.state_dict().
+help = troubleshooting.md#unexpected-keys-in-state_dict
+see = notes/serialization.html
+
+[sparse]
+level = RISK
+rule = alone
+group = sparse
+wrong = gradients are sparse
+why = NCCL has no operation for them: DDP raises an error on GPUs.
+fix = Make the layer with sparse=False, or average its gradients by gloo.
+help = adapt_your_script.md#look-up-the-parts-of-your-script
+see = distributed.html
+
+[rows]
+level = RISK
+rule = alone
+group = rows
+wrong = a batch has tensors of one row and of many
+why = If the one row is not meant for all samples, a model that computes with both still
+    runs: the row is repeated.
+fix = Let collate_fn stack one row for each sample: torch.stack(), not torch.cat().
+help = adapt_your_script.md#look-up-the-parts-of-your-script
+see = data.html
+
+[chance]
+level = RISK
+rule = alone
+group = chance
+ok = an evaluation draws no random numbers
+wrong = an evaluation draws random numbers
+needs = an evaluation
+why = The same weights get another result each time.
+fix = Dropout in forward() needs training=self.training: F.dropout() and
+    scaled_dot_product_attention() drop in eval(), too. If you want the noise, seed it.
+help = 1_single_gpu.md#evaluate
+see = generated/torch.nn.functional.dropout.html
+
+[destroyed]
+level = RISK
+rule = alone
+group = destroyed
+ok = the process group is destroyed at the end
+wrong = the process group is never destroyed
+needs = a process group, and a command that ends well
+why = The exit may hang or abort, so that a run that has succeeded counts as failed.
+fix = Call dist.destroy_process_group() at the end.
+help = 2_multigpu.md#shut-down-cleanly
+see = distributed.html
+
+[random]
+level = COST
+rule = differ
+group = samples
+ok = each rank draws other random numbers in its forward passes
+wrong = all ranks draw the same random numbers
+needs = random numbers in a forward pass of two ranks
+why = All drop the same units, or add the same noise, on different samples: the average
+    over the ranks does not average this noise away, so that more steps are needed.
+fix = Seed each rank by itself after the model is made: torch.manual_seed(seed + rank).
+help = 2_multigpu.md#shuffle-anew-in-every-epoch
+see = notes/randomness.html
 
 [no_sync]
+level = COST
 rule = alone
 group = sends
 ok = no_sync() stands around forward passes, too
@@ -264,8 +534,10 @@ why = DDP decides in the forward pass whether it sends: around backward alone, n
     does nothing, and the gradients are sent each time.
 fix = Put the forward pass into no_sync(), too.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [twice]
+level = COST
 rule = alone
 group = sends
 ok = the gradients of a step are sent once
@@ -274,66 +546,7 @@ needs = a DDP wrapper that is called
 why = Each time costs the communication of a whole step.
 fix = Use no_sync() for all micro-batches but the last.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
-
-[clip]
-rule = alone
-group = clip
-ok = gradients are unscaled before they are clipped
-wrong = gradients are clipped before they are unscaled
-needs =
-why = Scaled gradients are thousands of times too large, so that each step is tiny.
-fix = Call scaler.unscale_(optimizer) before you clip.
-help = mixed_precision.md#autocast-scale-unscale-clip-step-update
-
-[keys]
-rule = alone
-group = keys
-ok = saved keys have no prefix of a wrapper
-wrong = a wrapper's state_dict() is saved
-needs = a snapshot of the trained weights
-why = A script without the wrapper cannot load it, or loads nothing with strict=False.
-fix = Save model.state_dict(), not ddp_model.state_dict().
-help = troubleshooting.md#unexpected-keys-in-state_dict
-
-[optimizer]
-rule = alone
-group = optimizer
-ok = a snapshot has the optimizer's state
-wrong = a snapshot lacks an optimizer's state
-needs = two snapshots of one file, and an optimizer that has a state
-why = A resumed run begins without momentum, and its loss jumps.
-fix = Save optimizer.state_dict() of each optimizer, too, and load it.
-help = 1_single_gpu.md#save-and-resume
-
-[in_place]
-rule = alone
-group = in_place
-ok = a new snapshot is written beside the last one, and renamed
-wrong = the last snapshot is overwritten in place
-needs = a snapshot
-why = A kill while it is written leaves no snapshot at all.
-fix = torch.save(snapshot, path + ".tmp"), then os.replace(path + ".tmp", path).
-help = 1_single_gpu.md#save-and-resume
-
-[nan]
-rule = alone
-group = nan
-ok = no snapshot holds NaN
-wrong = a snapshot holds NaN
-needs = a snapshot
-why = A resumed run has lost its weights, and the good snapshot is overwritten.
-fix = Stop before the save if the loss is not finite.
-help = 1_single_gpu.md#save-and-resume
-
-[destroyed]
-rule = alone
-group = destroyed
-ok = the process group is destroyed at the end
-wrong = the process group is never destroyed
-needs = a process group, and a command that ends well
-why = The exit may hang or abort, so that a run that has succeeded counts as failed.
-fix = Call dist.destroy_process_group() at the end.
-help = 2_multigpu.md#shut-down-cleanly
+see = generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
 
@@ -354,10 +567,13 @@ class Event(dict):
 class Run:
     """A command that has ended: the events of its processes that trained."""
 
-    def __init__(self, folder, status=0):
-        self.status = status
+    def __init__(self, folder):
+        statuses = [int(path.read_text()) for path in Path(folder).glob("*.status")]
+        # The command's exit status, on one machine that failed if there is one
+        self.status = max(statuses, key=abs, default=None)
         self.torch = False  # whether any process has imported it
-        self.failed = []  # errors of the watch
+        self.failed = []  # errors of the watch and of the rules
+        self.places = {}  # {a check: where what it asks for was seen}
         ranks = {}
         for path in sorted(Path(folder).glob("*.jsonl")):  # the oldest first
             whole = path.read_text().rpartition("\n")[0]
@@ -400,6 +616,15 @@ class Run:
             found += itertools.combinations(by_rank.values(), 2)
         return found
 
+    def histories(self, kind):
+        """[[(event, event), ...], ...]: of one place, and two ranks with one model."""
+        found = {}
+        for mine, its in self.pairs(kind):
+            if mine.model == its.model:
+                place = str(mine.key[0]), mine.rank, its.rank
+                found.setdefault(place, []).append((mine, its))
+        return [*found.values()]
+
 
 # Rules: each yields (event, what was seen) for a mistake of a kind
 
@@ -433,35 +658,36 @@ def tell(name, mine, its):
 
 
 def equal(run, kind):
+    if kind == "state":  # a plain tensor may be a part of one that is split
+        need_own_batches(run)
     for mine, its in needed(run.pairs(kind)):
         for name in differences(mine.value, its.value):
             yield mine, tell(name, mine, its)
 
 
-def state(run, kind):
-    need_own_batches(run)  # a plain tensor may be a part of one that is split
-    yield from equal(run, kind)
-
-
 def need_own_batches(run):
     """Ranks of a tensor parallel model take one batch, and that is right."""
-    inputs = run.pairs("inputs")
-    shared = inputs and all(mine.value == its.value for mine, its in inputs)
-    for mine, its in run.pairs("weights"):
-        names = differences(mine.value, its.value)
-        if shared and 0 < len(names) < len(mine.value):  # layers split by hand
-            raise Unseen("ranks that have whole models")
+    lack = one_batch_for_all(run)
+    if lack:
+        raise Unseen(lack)
+
+
+def one_batch_for_all(run):
+    """What a check of other batches would need, or "" if ranks have their own."""
     if run.events("parallel"):
-        raise Unseen("ranks that share no batch")
+        return "ranks that share no batch"
+    inputs = run.pairs("inputs")
+    if inputs and all(mine.value == its.value for mine, its in inputs):
+        for mine, its in run.pairs("weights"):
+            names = differences(mine.value, its.value)
+            if 0 < len(names) < len(mine.value):  # layers split by hand
+                return "ranks that have whole models"
+    return ""
 
 
 def differ(run, kind):
     need_own_batches(run)
-    histories = {}
-    for mine, its in needed(run.pairs(kind)):
-        place = str(mine.key[0]), mine.rank, its.rank
-        histories.setdefault(place, []).append((mine, its))
-    for pairs in histories.values():
+    for pairs in needed(run.histories(kind)):
         same = [mine for mine, its in pairs if mine.value == its.value]
         distinct = {str(event.value) for event in same}
         if len(distinct) > max(2, len(pairs) / 2):
@@ -469,7 +695,7 @@ def differ(run, kind):
 
 
 def alone(run, kind):
-    needed(kind != "destroyed" or not run.status)  # an error is told anyway
+    needed(kind != "destroyed" or run.status == 0)  # an error is told anyway
     for event in needed(run.events(kind)):
         if event.wrong:
             yield event, f"rank {event.rank}: {event.wrong}"
@@ -483,44 +709,93 @@ def one_rank(run, kind):
 
 
 def weights(run, kind):
-    """A difference that stays, if `kind` is its cause."""
-    histories = {}
+    """A difference that stays or is covered up, if `kind` is its cause."""
+    need_own_batches(run)
+    averaged = ""
+    for pairs in needed(run.histories("weights")):
+        names = [differences(mine.value, its.value) for mine, its in pairs]
+        at = next((at for at, each in enumerate(names) if each), None)
+        if at is None:
+            continue
+        again = next((i for i in range(at, len(pairs)) if not names[i]), None)
+        if again and not replaced(*pairs[again - 1], *pairs[again]):
+            steps = f"step {pairs[at][0].step} to {pairs[again][0].step}"
+            averaged = f"ranks that are never apart: here they were, from {steps}"
+            continue
+        mine, its = pairs[at]
+        cause, lines = cause_of(pairs, at, names[at])
+        if kind == cause:
+            seen = tell(names[at][0], mine, its)
+            if cause == "apart":
+                seen += "; " + of_gradients(*pairs[at - 1])
+            yield Event(mine, lines=lines), seen
+    if averaged and kind == "weights":
+        raise Unseen(averaged)
+
+
+def scaled_alone(run, kind):
+    """Gradients of one direction and of other sizes, which only copies have."""
+    needed(one_batch_for_all(run))
+    times = collections.Counter()
     for mine, its in needed(run.pairs("weights")):
-        names = differences(mine.value, its.value)
-        place = mine.optimizer, mine.rank, its.rank
-        histories.setdefault(place, []).append((names, mine, its))
-    for history in histories.values():
-        while history and not history[0][0]:
-            history.pop(0)
-        if not history or not all(names for names, _, _ in history):
-            continue  # never apart; or together again, as in DiLoCo
-        need_own_batches(run)
-        names, mine, its = history[0]
-        event = mine
-        cause = "weights"
-        hints = run.events("bypass") + run.events("unsent")
-        hints = [hint for hint in hints if hint.step <= mine.step]
-        if mine.step == 0:
-            cause = "start"
-        elif hints:
-            event = hints[0]
-            cause = event.kind
-        elif set(names) <= set(mine.unwrapped):
-            event = Event(mine, lines=mine.unwrapped_lines)
-            cause = "unwrapped"
-        if cause == kind:
-            yield event, tell(names[0], mine, its)
+        its_slopes = its.slopes or {}
+        for name, (size, way) in (mine.slopes or {}).items():
+            its_size, its_way = its_slopes.get(name, (size, way))
+            alike = abs(way) < 1 and math.isclose(way, its_way, rel_tol=1e-5)
+            if alike and not math.isclose(size, its_size, rel_tol=1e-3):
+                times[name] += 1
+                pair = f"{size:.3g} on rank {mine.rank}, {its_size:.3g} on {its.rank}"
+                if times[name] == 3:
+                    yield mine, f"the gradient of {name} was scaled to {pair}"
+
+
+def replaced(mine, its, mine_then, its_then):
+    """Whether one rank kept its weights when they became equal: they are no average."""
+    kept = not differences(mine.value, mine_then.value)
+    return kept or not differences(its.value, its_then.value)
+
+
+def cause_of(pairs, at, names):
+    """(what made these weights differ, its lines)"""
+    mine, its = pairs[at]
+    if not mine.step:
+        return "start", mine.lines
+    for kind in ("bypass", "unsent", "converted"):
+        lines = mine.hints.get(kind) or its.hints.get(kind)
+        if lines:
+            return kind, lines
+    if set(names) <= set(mine.unwrapped):
+        return "unwrapped", mine.unwrapped_lines
+    if pairs[at - 1][0].step == mine.step:
+        return "moved", mine.lines
+    for later, _ in pairs[at:]:
+        if "bypass" in later.hints:  # before a wrapper was made
+            return "bypass", later.hints["bypass"]
+    return ("apart" if mine.wrapped else "weights"), mine.lines
+
+
+def of_gradients(mine, its):
+    if mine.gradients is None:
+        return "look at its gradients"
+    same = math.isclose(mine.gradients, its.gradients, rel_tol=ROUNDING)
+    return f"its gradients {'were equal' if same else 'differed, too'}"
 
 
 def samples(run, kind):
     need_own_batches(run)
+    unclear = False
     for mine, its in needed(run.pairs("trained")):
-        count = len(its.value)
         same = set(mine.value) & set(its.value)
-        replaced = len(set(its.value)) < count  # drawn so, they meet by chance
-        if len(same) > max(len(run.ranks), count / 20) and not replaced:
-            seen = f"{len(same)} of {count} samples of rank {its.rank}"
-            yield mine, f"{seen} were also rank {mine.rank}'s"
+        count = len(its.value)
+        if len(same) > max(len(run.ranks), count / 20):
+            times = collections.Counter(its.value)
+            few = count - len(times) < count / 20
+            if few or len(set(times.values())) == 1:
+                seen = f"{len(same)} of {len(times)} samples of rank {its.rank}"
+                yield mine, f"{seen} were also rank {mine.rank}'s"
+            unclear = True
+    if unclear:
+        raise Unseen("samples that are not drawn by chance: these meet anyway")
 
 
 def data(run, kind):
@@ -544,16 +819,18 @@ def once(run, kind):
 def met(run, kind):
     for mine, its in needed(run.pairs(kind)):
         common = set(mine.value) & set(its.value)
-        if mine.alone and its.alone and 2 * len(common) < len(mine.value):
-            yield mine, "no collective followed before the next step or the end"
+        if 2 * len(common) < len(mine.value):
+            if not mine.met and not its.met:
+                yield mine, "no collective followed before the next step or the end"
+            run.places[kind] = short((mine.met or its.met)[0])
 
 
 RULES = {
     rule.__name__: rule
     for rule in (
         equal,
-        state,
         weights,
+        scaled_alone,
         samples,
         differ,
         data,
@@ -576,28 +853,34 @@ def judge(run):
     fine = []
     unchecked = {}
     for kind in checks.sections():
-        check = {key: " ".join(text.split()) for key, text in checks[kind].items()}
-        if check["group"] in findings:
+        texts = {key: " ".join(text.split()) for key, text in checks[kind].items()}
+        check = Event(texts, mistake=kind)
+        if check.group in findings:
             continue
         try:
-            found = next(RULES[check["rule"]](run, kind), None)
-        except Exception as lack:  # Unseen, or an error of our own
-            needs = str(lack) or check["needs"]
-            if needs:
-                unchecked[check["ok"]] = needs
-            continue
-        if found is None:
-            fine.append(check["ok"])
+            found = next(RULES[check.rule](run, kind), None)
+        except Unseen as lack:
+            needs = str(lack) or check.needs
+            if check.ok and needs:
+                unchecked[check.ok] = needs
+        except Exception as error:
+            run.failed.append(Event(what=f"{error!r} in the check [{kind}]"))
         else:
-            event, seen = found
-            lines = event.lines or ["a line of no file of yours:0"]
-            finding = Event(
-                check, mistake=kind, lines=lines, seen=seen, step=event.step
-            )
-            finding["code"] = code_at(lines[0])
-            finding["help"] = f"{DOCS}/{check['help']}"
-            findings[check["group"]] = finding
+            if found:
+                findings[check.group] = finding_of(check, *found)
+            elif check.ok:
+                place = run.places.get(kind)
+                also = f" (at {place}: are all results in it?)" if place else ""
+                fine.append(check.ok + also)
     return list(findings.values()), fine, unchecked
+
+
+def finding_of(check, event, seen):
+    lines = event.lines or ["a line of no file of yours:0"]
+    finding = Event(check, lines=lines, seen=seen, step=event.step)
+    finding["code"] = code_at(lines[0])
+    finding["help"] = f"{DOCS}/{check.help}" if DOCS else f"{PYTORCH}/{check.see}"
+    return finding
 
 
 def code_at(line):
@@ -616,18 +899,29 @@ def counted(number, word):
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def verdict(run, findings, fine, unchecked):
+def levels(findings):
+    """("2 mistakes, 1 risk", how many are mistakes)"""
+    found = collections.Counter(finding.level for finding in findings)
+    words = [counted(found[level], level.lower()) for level in LEVELS if found[level]]
+    return ", ".join(words), found["MISTAKE"]
+
+
+def verdict(run, findings, fine, unchecked, strict=False):
     """(the last line, the exit status)"""
-    if findings:
+    words, mistakes = levels(findings)
+    if mistakes or (strict and findings):
         places = ", ".join(short(finding.lines[0]) for finding in findings)
-        return f"AUDIT FAILED: {counted(len(findings), 'mistake')} ({places})", 1
+        return f"AUDIT FAILED: {words} ({places})", 1
+    if run.failed:
+        return "AUDIT INCOMPLETE: the audit itself failed, as it says above", 2
     if run.status:
         failed = f"your command failed with {run.status}, so that nothing is proven"
         return f"AUDIT INCOMPLETE: {failed}", 2
     if len(run.ranks) < 2:
         several = "type a command that starts several, such as torchrun's"
         return f"AUDIT INCOMPLETE: one process, so no ranks to compare; {several}", 0
-    checked = f"no mistakes in {len(fine)} checks; {len(unchecked)} not checked"
+    also = f", but {words}" if findings else ""
+    checked = f"no mistakes in {len(fine)} checks{also}; {len(unchecked)} not checked"
     return f"AUDIT PASSED: {checked}", 0
 
 
@@ -637,30 +931,39 @@ def tell_list(title, items):
         print(*[f"  {item}" for item in items], sep="\n")
 
 
-def report(run, as_json):
+def report(run, as_json, strict):
     """Print what a run has shown; returns the exit status."""
     findings, fine, unchecked = judge(run)
-    last, status = verdict(run, findings, fine, unchecked)
+    last, status = verdict(run, findings, fine, unchecked, strict)
     if as_json:
         whole = {"findings": findings, "ok": fine, "not checked": unchecked}
         whole |= {"verdict": last, "steps": run.steps, "status": run.status}
         print(json.dumps(whole | {"failed": run.failed}, indent=1))
         return status
-    count = counted(len(findings), "mistake").upper()
-    print(f"\nAUDIT: {count}, {len(fine)} ok, {len(unchecked)} not checked.", end=" ")
-    ranks = counted(len(run.ranks), "rank")
-    print(f"{run.steps} steps on {ranks}; your command exited with {run.status}.")
+    words, mistakes = levels(findings)
+    if not mistakes:
+        words = ", ".join(filter(None, ["0 mistakes", words]))
+    print(
+        f"\nAUDIT: {words.upper()}, {len(fine)} ok, {len(unchecked)} not checked.",
+        end=" ",
+    )
+    ended = f"your command exited with {run.status}"
+    if run.status is None:
+        ended = "nobody has written down how your command ended"
+    print(f"{run.steps} steps on {counted(len(run.ranks), 'rank')}; {ended}.")
     for number, finding in enumerate(findings, 1):
-        print(f"{short(finding.lines[0])}: MISTAKE {number}: {finding.wrong}")
+        place = short(finding.lines[0])
+        print(f"{place}: {finding.level} {number}: {finding.wrong}")
     for number, finding in enumerate(findings, 1):
-        print(f"\nMISTAKE {number}  ", ", called from ".join(map(short, finding.lines)))
+        places = ", called from ".join(map(short, finding.lines))
+        print(f"\n{finding.level} {number}   {places}")
         for row in ("code", "seen", "why", "fix", "help"):
             print(f"  {row.capitalize():<5} {finding[row]}")
     lacks = [f"{title} (needs {lack})" for title, lack in unchecked.items()]
     tell_list(f"NOT CHECKED ({len(lacks)}), could still be wrong", lacks)
     tell_list(f"OK ({len(fine)})", fine)
     for event in run.failed:
-        print(f"\nThe audit itself failed in a process: {event.what}")
+        print(f"\nThe audit itself failed: {event.what}")
     print(f"\n{last}")
     return status
 
@@ -700,37 +1003,39 @@ def start(command, folder, **settings):
         if process.poll() is None:  # somebody ends the audit
             process.terminate()
             process.wait()
+    ended = folder / f"{socket.gethostname()}.status"
+    ended.write_text(str(process.returncode))
     return process.returncode
 
 
 # Against another command
 
 
-def first_difference(one, other, words, offsets):
+def weights_of(run):
+    """{(optimizer, step): event} of one process."""
+    events = next(iter(run.ranks.values()))
+    weights = [event for event in events if event.kind == "weights"]
+    return {(event.optimizer, event.step): event for event in weights}
+
+
+def first_difference(one, other, words, offset=0):
     """(event, what), where the weights of two processes begin to differ, or None.
 
-    one, other: events. words: what the two are called. offsets: {optimizer: how many
-    steps the other did not make}.
+    one, other: see `weights_of`. words: what the two are called. offset: how many steps
+    the other did not make.
     """
-    theirs = {}
-    for event in other:
-        if event.kind == "weights":
-            step = event.step + offsets.get(event.optimizer, 0)
-            theirs[event.optimizer, step] = event
     before = None
-    for mine in one:
-        its = theirs.get((mine.optimizer, mine.step))
-        if mine.kind != "weights" or its is None:
+    for (number, step), mine in one.items():
+        its = other.get((number, step - offset))
+        if its is None:
             continue
         if len(mine.value) != len(its.value):
             raise BadInput(f"the optimizers hold other weights in {words[1]}")
         values = dict(zip(mine.value, its.value.values(), strict=True))
-        names = differences(mine.value, values)
-        if names:
-            pair = f"{mine.value[names[0]]:.10g} in {words[0]}, "
-            pair += f"{values[names[0]]:.10g} in {words[1]}"
-            when = f"{names[0]} after step {mine.step} was {pair}"
-            return its, f"{when}: {cause(before)}"
+        for name in differences(mine.value, values):
+            pair = f"{mine.value[name]:.10g} in {words[0]}, "
+            pair += f"{values[name]:.10g} in {words[1]}"
+            return its, f"{name} after step {step} was {pair}: {cause(before)}"
         before = mine, its
     return None
 
@@ -747,7 +1052,8 @@ def cause(before):
     ratio = larger / (min(one.gradients, other.gradients) or 1)
     if round(ratio) > 1 and math.isclose(ratio, round(ratio), rel_tol=ROUNDING):
         return f"gradients {round(ratio)} times as large: a sum, not a mean?"
-    return "other samples (is the batch divided?), or a mean of unequal means"
+    samples = "other samples (is the batch divided?), or augmentation"
+    return f"{samples}, or a mean of unequal means"
 
 
 def tell_comparison(args, found, fine):
@@ -769,22 +1075,27 @@ def like(args, folder, settings):
     runs = []
     for name, command in (("other", shlex.split(args.like)), ("this", args.command)):
         status = start(command, folder / name, **settings)
-        run = Run(folder / name, status)
+        run = Run(folder / name)
         if not run.ranks:
             why = "has it resumed from the snapshot of the other command?"
             if status:
                 why = "its error is above; the audit computes in float64"
             raise BadInput(f"{shlex.join(command)} made no step: {why}")
         runs.append(run)
-    one, other = [next(iter(run.ranks.values())) for run in runs]
-    found = first_difference(one, other, ["--like", "the command"], {})
-    if found is None and runs[0].steps != runs[1].steps:
-        found = one[-1], f"--like made {runs[0].steps} steps, not {runs[1].steps}"
-    if found and any(run.events("noise") for run in runs):
-        noise = "the steps draw random numbers, so that no two runs can be compared"
-        raise BadInput(f"{noise}: turn noise and augmentation off for --like")
+    one, other = map(weights_of, runs)
+    found = first_difference(one, other, ["--like", "the command"])
+    if found is None and len(one) != len(other):
+        found = Event(), f"--like made {runs[0].steps} steps, not {runs[1].steps}"
+    refuse_noise(found, runs)
     fine = f"the weights of both are equal in {runs[0].steps} steps"
     return tell_comparison(args, found, fine)
+
+
+def refuse_noise(found, runs):
+    if found and any(run.events("noise") for run in runs):
+        noise = "the steps draw random numbers, so that no two runs can be compared"
+        cure = "seed them anew in each epoch, or turn noise and augmentation off"
+        raise BadInput(f"{noise}: {cure}")
 
 
 # After a kill
@@ -806,8 +1117,8 @@ def survive(args, folder, settings):
             print(f"audit: the {name} run begins", file=sys.stderr)
             kill = {"kill": args.kill} if name == "killed" else {}
             how = {**settings, **kill, "every_step": True}
-            status = start(args.command, folder / name, **how)
-            runs.append(Run(folder / name, status))
+            start(args.command, folder / name, **how)
+            runs.append(Run(folder / name))
             if name == "whole" and args.snapshot.exists():
                 shutil.move(args.snapshot, folder / "whole.pt")
     finally:
@@ -821,21 +1132,30 @@ def survive(args, folder, settings):
     if not (folder / "killed" / "killed").exists():
         raise BadInput(f"the command made less than {args.kill} steps")
     last = again if again.ranks else killed  # torchrun may have restarted it
-    one, other = [next(iter(run.ranks.values())) for run in (whole, last)]
-    steps = [last_steps(events) for events in (one, other)]
-    offsets = {
-        number: count - steps[1].get(number, 0) for number, count in steps[0].items()
-    }
-    found = first_difference(one, other, ["the whole run", "the resumed one"], offsets)
-    if not any(offsets.values()):
+    one, other = map(weights_of, (whole, last))
+    number, _ = next(iter(other))
+    one = {key: event for key, event in one.items() if key[0] == number}
+    left = max(step for _, step in one)
+    made = max(step for each, step in other if each == number)
+    first = other[number, 0].value
+    begins = [
+        step for _, step in one if not differences(one[number, step].value, first)
+    ]
+    # Weights may stand still: then the step that leaves as many as were made.
+    begin = min(begins, key=lambda step: abs(left - step - made), default=None)
+    words = "the whole run", "the resumed one"
+    if begin is None:
+        found = Event(), "the run began again with weights that the whole run never had"
+    elif not begin:
         found = Event(), "the command began again: it did not resume"
-    fine = f"resumed at step {max(offsets.values())}, with the weights of a whole run"
+    elif begin + made != left:
+        what = f"resumed with the weights of step {begin}, and made {made} steps"
+        found = Event(), f"{what}, not {left - begin}: is an epoch repeated?"
+    else:
+        found = first_difference(one, other, words, begin)
+        refuse_noise(found, [whole, last])
+    fine = f"resumed at step {begin}, with the weights of a whole run"
     return tell_comparison(args, found, fine)
-
-
-def last_steps(events):
-    """{optimizer: how many steps it has made}"""
-    return {event.optimizer: event.step for event in events if event.kind == "weights"}
 
 
 def parse():
@@ -847,6 +1167,7 @@ def parse():
     add = parser.add_argument
     add("--like", metavar="COMMAND", help="compare with this command")
     add("--batches", type=int, help="end each epoch after so many")
+    add("--strict", action="store_true", help="fail for a risk or a cost, too")
     add("--json", action="store_true", help="print JSON")
     add("--folder", type=Path, help="keep the events there")
     add("--read", type=Path, help="report what a folder holds")
@@ -861,15 +1182,15 @@ def parse():
 
 def watch(args, folder, settings):
     """Run the command once, and report."""
-    status = 0
     if not args.read:
-        status = start(args.command, folder, **settings)
-    run = Run(folder, status)
+        start(args.command, folder, **settings)
+    run = Run(folder)
     if not run.ranks:
         seen = "made a step of an optimizer" if run.torch else "imported torch"
         ignored = "" if run.torch else "; python -E and -I ignore the audit"
-        raise BadInput(f"no process of the command {seen} (status {status}){ignored}")
-    return report(run, args.json)
+        what = f"no process of the command {seen} (status {run.status}){ignored}"
+        raise BadInput(what)
+    return report(run, args.json, args.strict)
 
 
 def main():

@@ -34,28 +34,59 @@ PROBES = 100  # so many of a data set are compared between ranks
 CHUNK = 1 << 24  # so many numbers of a tensor are copied at a time
 # Before or after which function of whom which method of the watch is called
 PATCHES = """
-before torch.utils.data.dataloader._BaseDataLoaderIter _reset           restart
-after  torch.utils.data.dataloader._BaseDataLoaderIter _next_index      index
-after  torch.utils.data.DataLoader                     __iter__         iterate
-after  torch.optim.Optimizer                           add_param_group  hold
-after  torch.nn.parallel.DistributedDataParallel       __init__         wrap
-before torch.Tensor                                    backward         backward
-before torch.autograd                                  backward         backward
-after  torch.amp.GradScaler                            scale            scale
-after  torch.amp.GradScaler                            unscale_         unscale
-after  torch.amp.GradScaler                            step             skip
-after  torch.amp.GradScaler                            update           unscale
-before torch.nn.utils                                  clip_grad_norm_  clip
-before torch.nn.utils                                  clip_grad_value_ clip
-before torch                                           save             save
-after  torch.distributed                       init_process_group       join
-before torch.distributed.algorithms.Join       __enter__                join_uneven
+before torch.utils.data.dataloader._BaseDataLoaderIter _reset      batches.restart
+after  torch.utils.data.dataloader._BaseDataLoaderIter _next_index batches.index
+after  torch.utils.data.DataLoader               __init__          batches.make
+after  torch.utils.data.DataLoader               __iter__          batches.iterate
+after  torch.nn.parallel.DistributedDataParallel __init__          passes.wrap
+before torch.nn.Module                           _apply            passes.convert
+before torch.Tensor                              backward          passes.backward
+before torch.autograd                            backward          passes.backward
+after  torch.optim.Optimizer                     add_param_group   steps.hold
+before torch.optim.Optimizer                     zero_grad         steps.zero
+before torch.nn.Module                           zero_grad         steps.zero
+after  torch.amp.GradScaler                      scale             steps.scale
+after  torch.amp.GradScaler                      get_scale         steps.unscale
+after  torch.amp.GradScaler                      unscale_          steps.unscale
+before torch.amp.GradScaler                      step              steps.unscale
+after  torch.amp.GradScaler                      step              steps.skip
+before torch.nn.utils                            clip_grad_norm_   steps.clip
+before torch.nn.utils                            clip_grad_value_  steps.clip
+before torch                                     save              files.save
+after  torch.distributed                         init_process_group   group.join
+before torch.distributed.algorithms.Join         __enter__            group.join_uneven
+before torch.distributed all_gather                 evaluations.meet
+before torch.distributed all_gather_into_tensor     evaluations.meet
+before torch.distributed all_gather_object          evaluations.meet
+before torch.distributed all_reduce                 evaluations.meet
+before torch.distributed all_to_all                 evaluations.meet
+before torch.distributed all_to_all_single          evaluations.meet
+before torch.distributed broadcast                  evaluations.meet
+before torch.distributed broadcast_object_list      evaluations.meet
+before torch.distributed gather                     evaluations.meet
+before torch.distributed gather_object              evaluations.meet
+before torch.distributed reduce                     evaluations.meet
+before torch.distributed reduce_scatter             evaluations.meet
+before torch.distributed reduce_scatter_tensor      evaluations.meet
+before torch.distributed scatter                    evaluations.meet
+before torch.distributed batch_isend_irecv          group.send
+before torch.distributed irecv                      group.send
+before torch.distributed isend                      group.send
+before torch.distributed recv                       group.send
+before torch.distributed send                       group.send
 """
-# Functions of torch.distributed by which the results of an evaluation can meet
-COLLECTIVES = """
-all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
-all_to_all_single batch_isend_irecv broadcast broadcast_object_list gather gather_object
-irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send
+# All other names that PyTorch does not promise to keep
+PRIVATE = """
+torch._C._TorchDispatchModeKey.FAKE
+torch._C._TorchDispatchModeKey.PROXY
+torch._C._current_graph_task_id
+torch._C._get_dispatch_mode
+torch.nn.Module()._non_persistent_buffers_set
+torch.nn.modules.batchnorm._NormBase
+torch.nn.modules.module._has_any_global_hook
+torch.utils._pytree.tree_leaves
+torch.utils._pytree.tree_leaves_with_path
+torch.utils._pytree.tree_map_only
 """
 settings = json.loads(os.environ.get("AUDIT", "{}"))  # of audit.py's command line
 host = socket.gethostname()
@@ -137,13 +168,14 @@ def unwatched():
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def safe(function):
-    """A hook that calls it; what it raises is written down and goes no further."""
+def safe(name):
+    """A hook that calls this method; what it raises goes no further, but is noted."""
+    part, method = name.split(".")
 
     def called(*args, **kwargs):
         try:
             if not unwatched():
-                function(*args, **kwargs)
+                getattr(getattr(watch, part), method)(*args, **kwargs)
         except Exception as error:
             watch.fail(error)
 
@@ -157,14 +189,12 @@ def nothing(*args, **kwargs):
 def patch(owner, name, before=nothing, after=nothing):
     """Call `before(*arguments)` and `after(result, *arguments)` around a function."""
     original = getattr(owner, name)
-    first = safe(before)
-    then = safe(after)
 
     @functools.wraps(original)
     def watched(*args, **kwargs):
-        first(*args, **kwargs)
+        before(*args, **kwargs)
         result = original(*args, **kwargs)
-        then(result, *args, **kwargs)
+        after(result, *args, **kwargs)
         return result
 
     # pickle looks a function up where it was defined.
@@ -208,6 +238,8 @@ def sizes(named):
     with torch.no_grad():
         for name, tensor in named.items():
             part = local(tensor)
+            if part.layout == torch.sparse_coo:
+                part = part.coalesce().values()
             if part.is_floating_point() and part.layout == torch.strided:
                 exact = torch.float32 if part.device.type == "mps" else torch.float64
                 # A large tensor, copied as float64, might not fit into memory.
@@ -216,6 +248,14 @@ def sizes(named):
                 title = f"mean absolute value of {name}{part_of(tensor) or ''}"
                 means[title] = total / max(1, part.numel())
         return dict(zip(means, numbers(list(means.values())), strict=True))
+
+
+def slope(gradient):
+    """(its size, its direction): the latter stays if all of it is multiplied."""
+    part = local(gradient).to_dense().reshape(-1)[:COLUMNS].cpu().double()
+    places = torch.arange(len(part), device="cpu", dtype=torch.float64)
+    size = part.abs().sum().item()
+    return size, (part * places.cos()).sum().item() / (size or 1)
 
 
 def plain(name):
@@ -253,6 +293,11 @@ def random_state(device):
     return zlib.crc32(b"".join(bytes(state.tolist()) for state in states))
 
 
+def by_identity():
+    """A dictionary of tensors, which it does not keep alive."""
+    return torch.utils.weak.WeakIdKeyDictionary()
+
+
 def parameters_of(optimizer):
     return [each for group in optimizer.param_groups for each in group["params"]]
 
@@ -263,6 +308,16 @@ def gradients_of(optimizer):
         if each.grad is not None:
             found[place] = each.grad
     return found
+
+
+def total(named):
+    return sum(sizes(named).values())
+
+
+def address_of_gradient(optimizer):
+    """0 if all gradients are zero."""
+    found = gradients_of(optimizer)
+    return local(next(iter(found.values()))).data_ptr() if total(found) else 0
 
 
 def settings_of(optimizer):
@@ -279,6 +334,17 @@ def settings_of(optimizer):
     return found
 
 
+def has_modes(module):
+    """Whether some part of it computes another thing in evaluation mode."""
+    normalizes = torch.nn.modules.batchnorm._NormBase
+    return any(
+        getattr(part, "p", 0)
+        or hasattr(part, "dropout")
+        or isinstance(part, normalizes)
+        for part in module.modules()
+    )
+
+
 class Watch:
     """What one process has done so far; only hashes and sums, never tensors."""
 
@@ -286,63 +352,24 @@ class Watch:
         self.file = None
         self.failed = set()  # lines of this file that have raised something
         self.noted = collections.Counter()
-        self.meetings = 0  # collectives since the last evaluation began
-        self.group = None  # the lines that have made the process group
-        self.uneven = False
-
-        self.counts = {}  # {an optimizer's number: its steps so far}
-        self.numbers = weakref.WeakKeyDictionary()  # {optimizer: its number}
-        self.values = {}  # {an optimizer's number: its first weights}
-        self.unchanged = {}  # {an optimizer's number: lines}, if they are still these
-        self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
-        self.zeroed = weakref.WeakKeyDictionary()  # {optimizer: had no old gradients}
-        self.held = torch.utils.weak.WeakIdKeyDictionary()  # by an optimizer
-        self.averaged = torch.utils.weak.WeakIdKeyDictionary()  # by DDP: {it: its name}
-        self.names = torch.utils.weak.WeakIdKeyDictionary()  # {parameter: name, lines}
-
-        self.loaders = weakref.WeakKeyDictionary()  # {loader: {lines: its name there}}
-        self.loops = collections.Counter()  # {lines: how many loaders begin there}
-        self.iterations = 0
-        self.epoch_began = 0  # after so many steps
-        self.pending = []  # batches: nobody knows yet what they are used for
-        self.passes = {}  # {(use, loader): {iteration: its number among these}}
-        self.begins = {}  # {loader: the first samples of each pass}
-        self.samples = 0
-
-        self.thread = threading.get_ident()
-        self.outer = None  # the outermost module that runs now, by a weak reference
-        self.parameters = []  # its own
-        self.inside_wrapper = False
-        self.fully_sharded = False
-        self.random = None
-        self.modes = torch.utils.weak.WeakIdKeyDictionary()  # {parameter: training}
-        self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
-        self.sends = collections.Counter()  # {lines of a forward pass: times sent}
-        self.unsent = False
-        self.drawn = None  # (iterations, random state) in the step before
-        self.scaled = None  # whether gradients are; None without a scaler
-
-        self.evaluated = False  # by the last forward pass
-        self.evaluation = None  # what is known of the one that runs
-        self.tested = set()  # samples of earlier ones
-        self.last_read = weakref.WeakKeyDictionary()  # {module: step}
-
-        self.saved = set()  # paths
-        self.states = {}  # {path: of how many optimizers it has the state}
-        self.last_saved = None  # the path of a snapshot
-        self.snapshots = []  # (how many optimizers had a state, lines)
-        self.in_parts = False
+        self.batches = Batches()
+        self.passes = Passes()
+        self.evaluations = Evaluations()
+        self.steps = Steps()
+        self.group = Group()
+        self.files = Files()
 
     def emit(self, kind, **facts):
         if self.file is None:
             path = f"{settings['folder']}/{time.time_ns()}-{host}-{os.getpid()}.jsonl"
             self.file = open(path, "x", buffering=1)  # noqa: SIM115  to the end
             self.emit("start", rank=int(os.environ.get("RANK", 0)))
-        line = {"kind": kind, "step": self.step, "lines": where(), **facts}
+        line = {"kind": kind, "step": self.steps.done, "lines": where(), **facts}
         self.file.write(json.dumps(line) + "\n")
 
-    def note(self, kind, wrong="", times=1, **facts):
+    def note(self, kind, wrong="", bad=True, times=1, **facts):
         """What one process can judge, written once; "" if it is right."""
+        wrong = wrong if bad else ""
         self.noted[kind, wrong] += 1
         if self.noted[kind, wrong] == times:
             self.emit(kind, wrong=wrong, **facts)
@@ -355,21 +382,44 @@ class Watch:
             with contextlib.suppress(Exception):  # the disk may be full
                 self.emit("failed", what=f"{error!r:.300}", own_line=line)
 
-    @property
-    def step(self):
-        return max(self.counts.values(), default=0)
+    def end(self):
+        try:
+            if self.file is not None:
+                for part in (self.evaluations, self.steps, self.files, self.group):
+                    part.end()
+                self.file.close()
+        except Exception as error:
+            self.fail(error)
+        self.file = None
 
-    def reads(self):
-        """Whether tensors are read in this step, which waits for the device."""
-        early = self.step < FIRST_STEPS or self.step % EVERY_STEPS == 0
-        begins = self.step < self.epoch_began + 3 and self.iterations < EPOCHS
-        return early or begins or settings.get("every_step", False)
 
-    # Batches
+class Batches:
+    """What loaders deliver, and what it is used for."""
 
-    def restart(self, iterator, *args, **kwargs):
-        """A loader keeps its workers, and its iterator begins another epoch."""
+    iterations = 0
+    epoch_began = 0  # after so many steps
+    samples = 0
+
+    def __init__(self):
+        self.names = weakref.WeakKeyDictionary()  # {loader: the same on all ranks}
+        self.made = collections.Counter()  # {lines: how many loaders were made there}
+        self.pending = []  # batches: nobody knows yet what they are used for
+        self.passes = {}  # {(use, loader): {iteration: its number among these}}
+        self.begins = {}  # {loader: the first samples of each pass}
+
+    def make(self, result, loader, *args, **kwargs):
+        lines = str(where())
+        self.made[lines] += 1
+        self.names[loader] = f"{lines} {self.made[lines]}"
+
+    def restart(self, iterator, loader, *args, **kwargs):
+        """A loader starts its workers, or keeps them for another epoch."""
         iterator._audit_waiting = collections.deque()
+        epoch = getattr(loader.dataset, "epoch", None)
+        theirs = iterator.__dict__.setdefault("_audit_epoch", epoch)
+        if isinstance(epoch, int):
+            wrong = f"the data set's epoch is {epoch}, and {theirs} in the workers"
+            watch.note("workers", wrong, epoch != theirs)
 
     def index(self, indices, iterator):
         """The sampler has given the numbers of a batch, which comes later."""
@@ -377,21 +427,22 @@ class Watch:
         iterator.__dict__.setdefault("_audit_waiting", empty).append(indices)
 
     def iterate(self, iterator, loader):
-        lines = str(where())
-        names = self.loaders.setdefault(loader, {})
-        if lines not in names:
-            self.loops[lines] += 1
-            names[lines] = f"{lines} {self.loops[lines]}"
+        if loader not in self.names:
+            self.make(None, loader)
         self.iterations += 1
-        self.epoch_began = self.step
+        self.epoch_began = watch.steps.done
+        shared = "DistributedSampler" in type(loader.sampler).__name__
         iterator._audit_facts = {
-            "loader": names[lines],
+            "loader": self.names[loader],
             "iteration": self.iterations,
-            "shared": "DistributedSampler" in type(loader.sampler).__name__,
+            "shared": shared,
         }
+        iterator._audit_length = len(loader.dataset) if shared else None
+        iterator._audit_given = 0
 
     def deliver(self, data, iterator):
         facts = iterator._audit_facts
+        iterator._audit_given += 1
         indices = iterator._audit_waiting.popleft()
         if not isinstance(indices, list):
             indices = [indices]
@@ -408,30 +459,38 @@ class Watch:
             if facts["shared"]:
                 value = found
         self.samples += len(value)
-        if self.evaluated:
+        lengths = {len(each) for each in tensors_in(data) if each.dim() > 1}
+        wrong = f"one has 1 row, another has {len(indices)}"
+        watch.note("rows", wrong, lengths == {1, len(indices)})
+        if watch.evaluations.running:
             self.flush("evaluated")
-        # Somebody may have only looked at a batch of this loader.
+        # Somebody may have only looked at a batch of this loader, or at all of another.
         self.pending = [
             each
             for each in self.pending
-            if each["loader"] != facts["loader"]
-            or each["iteration"] == facts["iteration"]
+            if each["iteration"] == facts["iteration"]
+            or (each["loader"] != facts["loader"] and "over" not in each)
         ]
         facts = {**facts, "indexed": indexed, "value": value, "lines": where()}
         self.pending.append(facts)
         if facts["shared"] and rows:
-            length = len(iterator._dataset)
             for index, row in zip(map(int, indices), rows, strict=True):
                 if index < PROBES:
-                    sample = {f"sample {index}": row, "the data set's length": length}
-                    self.emit("data", key=[facts["loader"], index], value=sample)
+                    sample = {f"sample {index}": row}
+                    sample["the data set's length"] = iterator._audit_length
+                    watch.emit("data", key=[facts["loader"], index], value=sample)
 
     def exhaust(self, iterator):
-        """The epoch of a loader ends. What has not been used by now was looked at."""
-        if self.evaluated:
+        """The epoch of a loader ends, of which a batch or two may wait to be used."""
+        if watch.evaluations.running:
             self.flush("evaluated")
         number = iterator._audit_facts["iteration"]
-        self.pending = [each for each in self.pending if each["iteration"] != number]
+        used = any(number in passes for passes in self.passes.values())
+        for facts in [*self.pending]:
+            if facts["iteration"] == number:
+                facts["over"] = True
+                if iterator._audit_given > 2 and not used:  # somebody has looked at all
+                    self.pending.remove(facts)
 
     def flush(self, use):
         """Write down what the batches were used for: "trained" or "evaluated"."""
@@ -439,11 +498,11 @@ class Watch:
             passes = self.passes.setdefault((use, facts["loader"]), {})
             number = passes.setdefault(facts["iteration"], len(passes))
             if self.samples < SAMPLES:
-                self.emit(use, key=[facts["loader"], number], **facts)
+                watch.emit(use, key=[facts["loader"], number], **facts)
             if use == "trained" and facts["indexed"]:
                 self.look_at_order(facts, number)
         self.pending = []
-        self.evaluated = False
+        watch.evaluations.running = False
 
     def look_at_order(self, facts, number):
         begins = self.begins.setdefault(facts["loader"], [])
@@ -455,10 +514,32 @@ class Watch:
             if number and len(begin) >= 8:
                 same = begin[:8] == begins[-2][:8] != sorted(begin[:8])
                 first = [int(each.split()[0]) for each in begin[:3]]
-                wrong = f"two epochs began with the samples {first}" if same else ""
-                self.note("order", wrong, lines=facts["lines"])
+                wrong = f"two epochs began with the samples {first}"
+                watch.note("order", wrong, same, lines=facts["lines"])
 
-    # Forward and backward passes
+
+class Passes:
+    """Forward and backward passes."""
+
+    outer = None  # the outermost module that runs now, by a weak reference
+    parameters = []  # its own
+    inside_wrapper = False
+    sharded = False  # by FSDP
+    hidden = ()  # the lines where FSDP finds no tensors in an output
+    random = None
+    fresh = False  # whether a forward pass came after the last backward pass
+    unsent = False
+
+    def __init__(self):
+        self.names = by_identity()  # {parameter: name, lines}
+        self.averaged = by_identity()  # by DDP: {it: its name}
+        self.ran = by_identity()  # {parameter: name, lines of the layer's call}
+        self.modes = by_identity()  # {parameter: training}
+        self.known = weakref.WeakSet()  # modules whose parameters are in `ran`
+        self.thread = threading.get_ident()
+        self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
+        self.sends = weakref.WeakKeyDictionary()  # {wrapper: [lines, times sent]}
+        self.hints = {}  # {what may be a cause, if weights differ next: lines}
 
     def wrap(self, result, wrapper, module, *args, **kwargs):
         self.name(module)
@@ -467,13 +548,16 @@ class Watch:
                 self.averaged[parameter] = name
 
     def name(self, module):
-        if type(module).__name__.startswith("FSDP"):
-            self.fully_sharded = True
         if type(module).__name__ == "FullyShardedDataParallel":
-            self.note("parallel")  # its parts are plain tensors
+            watch.note("parallel")  # its parts are plain tensors
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
                 self.names[parameter] = (plain(name), where())
+
+    def convert(self, module, *args, **kwargs):
+        """It goes to another device or type, where DDP's hooks do not follow."""
+        if any(parameter in self.averaged for parameter in module.parameters()):
+            self.hints.setdefault("converted", where())
 
     def enter(self, module, args):
         if threading.get_ident() != self.thread:
@@ -488,18 +572,26 @@ class Watch:
             if self.parameters:
                 if self.parameters[-1] not in self.names:
                     self.name(module)
-                if self.reads():
-                    self.random = random_state(self.parameters[0].device)
+                device = self.parameters[0].device
+                self.random = watch.steps.reads() and random_state(device)
             # A compiled module calls no hook of those inside it.
             if hasattr(module, "_orig_mod"):
                 parts = module.modules()
+        if not torch.is_grad_enabled():
+            return
+        if module not in self.known:
+            self.known.add(module)
+            for parameter in module.parameters(recurse=False):
+                name = self.names.get(parameter, ["a parameter"])[0]
+                self.ran.setdefault(parameter, (name, where()))
+        if type(module).__name__.startswith("FSDP"):
+            self.sharded = True
         for wrapper in parts:
             if isinstance(wrapper, DDP):
                 self.inside_wrapper = True
-                if torch.is_grad_enabled():
-                    # DDP decides now whether the backward pass sends gradients.
-                    sends = wrapper.require_backward_grad_sync
-                    self.awaiting[wrapper] = (where(), sends)
+                # DDP decides now whether the backward pass sends gradients.
+                sends = wrapper.require_backward_grad_sync
+                self.awaiting[wrapper] = (where(), sends)
 
     def leave(self, module, args, kwargs, output):
         if self.outer is None or self.outer() is not module:
@@ -511,163 +603,272 @@ class Watch:
         self.parameters = []
         if not parameters:
             return  # a loss
-        held = any(parameter in self.held for parameter in parameters)
-        averaged = any(parameter in self.averaged for parameter in parameters)
         with_gradients = torch.is_grad_enabled()
         training = getattr(module, "module", module).training  # without the wrapper
-        self.evaluated = not training and not with_gradients
-        if not self.evaluated and averaged and not self.inside_wrapper:
-            self.note("bypass", str(where()))  # a hint, if weights differ later
+        watch.evaluations.running = not training and not with_gradients
         if with_gradients:
-            if self.reads():
-                for each in parameters:
-                    self.modes[each] = training
-                key = [where()[:1], self.step]
-                inputs = []
-                # What another module has computed may be the same, rightly.
-                given = tensors_in([args, kwargs])
-                if not any(each.requires_grad for each in given):
-                    inputs = hashes(given)
-                if inputs:
-                    self.emit("inputs", key=key, value=inputs)
-                if random_state(parameters[0].device) != self.random:
-                    self.emit("random", key=key, value=self.random)
+            self.fresh = True
+            averaged = any(parameter in self.averaged for parameter in parameters)
+            if averaged and not self.inside_wrapper:
+                self.hints.setdefault("bypass", where())
+            if self.sharded and not tensors_in(output):
+                self.hidden = where()
+            if watch.steps.reads():
+                self.look_at_pass(module, parameters, training, [args, kwargs])
         elif not training:
-            self.evaluate(module, held, [args, kwargs])
+            drawn = watch.steps.reads() and random_state(parameters[0].device)
+            if self.random and not any(part.training for part in module.modules()):
+                wrong = "random numbers were drawn in eval()"
+                watch.note("chance", wrong, drawn != self.random)
+            watch.evaluations.add(module, parameters, [args, kwargs])
 
-    def evaluate(self, module, held, inputs):
-        """A forward pass of an evaluation, or of a teacher, which has one per step."""
-        gap = self.step - self.last_read.get(module, -EVERY_STEPS)
-        self.last_read[module] = self.step
-        if gap > 4 or (gap and self.reads()):
+    def look_at_pass(self, module, parameters, training, given):
+        for each in parameters:
+            self.modes[each] = training or not has_modes(module)
+        key = [where()[:1], watch.steps.done]
+        # What another module has computed may be the same, rightly.
+        if not any(each.requires_grad for each in tensors_in(given)):
+            inputs = hashes(given)
+            if inputs:
+                watch.emit("inputs", key=key, value=inputs)
+        if random_state(parameters[0].device) != self.random:
+            watch.emit("random", key=key, value=self.random)
+
+    def backward(self, *args, **kwargs):
+        watch.evaluations.end()
+        for wrapper, (lines, sends) in self.awaiting.items():
+            counted = self.sends.setdefault(wrapper, [lines, 0])
+            counted[1] += sends
+            self.unsent = not sends
+            now = wrapper.require_backward_grad_sync
+            if not (sends and now):
+                watch.note("no_sync", "no_sync() around backward() alone", sends)
+        self.awaiting.clear()
+        watch.steps.backward(self.fresh)
+        self.fresh = False
+
+    def end_step(self):
+        self.sends.clear()
+        self.unsent = False
+        self.outer = None  # a forward pass that has raised an error left them
+        self.parameters = []
+
+
+class Evaluations:
+    """Forward passes without gradients in evaluation mode."""
+
+    running = False  # whether the last forward pass was of one
+
+    def __init__(self):
+        self.results = {}  # {lines: its samples, and where ranks met afterwards}
+        self.tested = set()  # samples of earlier ones
+        self.last_read = weakref.WeakKeyDictionary()  # {module: step}
+
+    def add(self, module, parameters, inputs):
+        """One more pass of an evaluation, or of a teacher, which has one per step."""
+        step = watch.steps.done
+        gap = step - self.last_read.get(module, -EVERY_STEPS)
+        self.last_read[module] = step
+        if gap > 4 or (gap and watch.steps.reads()):
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
                 for name, buffer in part.named_buffers(recurse=False):
                     if name not in part._non_persistent_buffers_set:
                         state[f"{prefix}.{name}".strip(".")] = buffer
-            self.emit("state", key=[where(), self.step], value=sizes(state))
-        if held:
-            if self.evaluation is None:
-                self.evaluation = {"lines": where(), "value": []}
-                self.meetings = 0
-            if len(self.evaluation["value"]) < TESTED:
-                self.evaluation["value"] += hashes(inputs)
+            watch.emit("state", key=[where(), step], value=sizes(state))
+        if any(parameter in watch.steps.held for parameter in parameters):
+            result = self.results.setdefault(where(), {"value": []})
+            result["met"] = None
+            if len(result["value"]) < TESTED:
+                result["value"] += hashes(inputs)
 
-    def end_evaluation(self):
-        """Write it down, if the same samples have been tested before."""
-        facts = self.evaluation
-        self.evaluation = None
-        if facts and facts["value"]:
-            samples = hash(str(facts["value"]))
-            if samples in self.tested:
-                key = [facts["lines"], self.step]
-                self.emit("met", key=key, alone=not self.meetings, **facts)
+    def meet(self, *args, **kwargs):
+        for result in self.results.values():
+            result["met"] = result["met"] or where()[:1]
+
+    def end(self):
+        """Write them down, if the same samples have been tested before."""
+        if self.running:
+            watch.batches.flush("evaluated")
+        for lines, result in self.results.items():
+            samples = hash(str(result["value"]))
+            if result["value"] and samples in self.tested:
+                key = [lines, watch.steps.done]
+                watch.emit("met", key=key, lines=lines, **result)
             self.tested.add(samples)
+        self.results = {}
 
-    def backward(self, *args, **kwargs):
-        self.end_evaluation()
-        for wrapper, (lines, sends) in self.awaiting.items():
-            self.sends[lines] += sends
-            self.unsent = not sends
-            now = wrapper.require_backward_grad_sync
-            if not sends:
-                self.note("no_sync")
-            elif not now:
-                self.note("no_sync", "no_sync() around backward() alone")
-        self.awaiting.clear()
-        if self.reads():
-            for optimizer, number in self.numbers.items():
-                if self.counts[number] and not self.zeroed.get(optimizer):
-                    left = any(sizes(gradients_of(optimizer)).values())
-                    self.zeroed[optimizer] = not left
-        else:
-            self.zeroed.clear()
 
-    # Steps
+class Steps:
+    """Steps of optimizers, and the weights before and after them."""
+
+    drawn = None  # (iterations, random state) in the step before
+    scaled = None  # whether gradients are; None without a scaler
+    stepping = False
+
+    def __init__(self):
+        self.counts = {}  # {an optimizer's number: its steps so far}
+        self.numbers = weakref.WeakKeyDictionary()  # {optimizer: its number}
+        self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
+        self.old = weakref.WeakKeyDictionary()  # {optimizer: where an old gradient is}
+        self.held = by_identity()  # by an optimizer
+        self.moved = by_identity()  # have had a gradient
+        self.still = {}  # {an optimizer's number: [weights, step, reads since, lines]}
+        self.dead = {}  # {an optimizer's number: the same of one without a gradient}
+        self.fresh = set()  # lines of backward passes whose gradients are kept
+        self.dropped = set()  # and of those whose gradients were set to zero
+
+    @property
+    def done(self):
+        return max(self.counts.values(), default=0)
+
+    def reads(self):
+        """Whether tensors are read in this step, which waits for the device."""
+        batches = watch.batches
+        early = self.done < FIRST_STEPS or self.done % EVERY_STEPS == 0
+        begins = self.done < batches.epoch_began + 3 and batches.iterations < EPOCHS
+        return early or begins or settings.get("every_step", False)
 
     def hold(self, result, optimizer, *args, **kwargs):
         self.made[optimizer] = where()
         for each in parameters_of(optimizer):
             self.held[each] = True
 
-    def before_step(self, optimizer, *args):
-        self.thread = threading.get_ident()
-        self.end_evaluation()
-        self.flush("trained")
+    def backward(self, fresh):
+        if fresh and not self.stepping:
+            self.fresh.add(where())
+        if self.reads():
+            for optimizer, number in self.numbers.items():
+                if self.counts[number] and self.old.get(optimizer, True):
+                    self.old[optimizer] = address_of_gradient(optimizer)
+        else:
+            self.old.clear()
+
+    def zero(self, *args, **kwargs):
+        if not self.stepping:
+            self.dropped |= self.fresh
+            self.fresh = set()
+
+    def before(self, optimizer, *args):
+        passes = watch.passes
+        passes.thread = threading.get_ident()
+        watch.evaluations.end()
+        watch.batches.flush("trained")
         number = self.numbers.setdefault(optimizer, len(self.counts))
-        count = self.counts.setdefault(number, 0)
-        for lines, times in self.sends.items():
-            wrong = f"sent {times} times for one step" if times > 1 and lines else ""
-            self.note("twice", wrong, 3, lines=lines)
-        if self.unsent:
-            self.note("unsent", "a step without averages", 2)
-        kept = not self.zeroed.pop(optimizer, True)
-        wrong = "each gradient was added to those of earlier steps" if kept else ""
-        self.note("zeroed", wrong, 3)
-        if settings.get("like"):
+        self.counts.setdefault(number, 0)
+        for lines, times in passes.sends.values():
+            again = times > 1 and lines
+            watch.note("twice", f"sent {times} times", again, 3, lines=lines)
+        if passes.unsent:
+            passes.hints.setdefault("unsent", where())
+        lost = self.fresh & self.dropped
+        wrong = "a backward pass at this line was followed by zero_grad(), not a step"
+        watch.note("lost", wrong, lost, 3, lines=(*lost, where())[0])
+        # Another tensor may have been put in the place of the old gradient.
+        old = self.old.pop(optimizer, 0)
+        kept = old and old == address_of_gradient(optimizer)
+        wrong = "each gradient was added to those of earlier steps"
+        watch.note("zeroed", wrong, kept, 3)
+        self.look_at_scale("scaled", 3)
+        if settings.get("every_step"):
             device = parameters_of(optimizer)[0].device
-            drawn = self.iterations, random_state(device)
+            drawn = watch.batches.iterations, random_state(device)
             if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
-                self.note("noise")  # beginning an epoch draws a number, too
+                watch.note("noise")  # beginning an epoch draws a number, too
             self.drawn = drawn
         if self.reads():
-            trains = [self.modes.get(each) for each in parameters_of(optimizer)]
-            wrong = "the model was in eval() mode" if False in trains else ""
-            self.note("mode", "" if True in trains else wrong, 3)
-            for each in parameters_of(optimizer):
-                self.held[each] = True  # others may have been put there
-            self.read(optimizer, number, count)
-        if count == 2:
+            self.look_at(optimizer, number)
+        if self.counts[number] == 2:
             self.look_for_unheld(optimizer)
+        self.stepping = True
 
-    def read(self, optimizer, number, count):
-        facts = {"optimizer": number, "step": count, "key": [number, count]}
-        self.emit("settings", value=settings_of(optimizer), **facts)
-        facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
-        facts["unwrapped"] = []
+    def look_at(self, optimizer, number):
+        parameters = parameters_of(optimizer)
+        trains = [watch.passes.modes.get(each) for each in parameters]
+        evaluates = False in trains and True not in trains
+        watch.note("mode", "the model was in eval() mode", evaluates, 3)
+        dead = None
+        for each in parameters:
+            self.held[each] = True  # others may have been put there
+            if each.grad is not None:
+                self.moved[each] = True
+                if each.grad.is_sparse:
+                    watch.note("sparse", "a gradient was sparse")
+            elif each.requires_grad and each not in self.moved:
+                dead = dead or watch.passes.ran.get(each)
+        alive = any(each in self.moved for each in parameters)
+        self.dead[number] = dead if alive else None
+        self.read(optimizer, number, "before")
+
+    def read(self, optimizer, number, when):
+        passes = watch.passes
+        era, first = watch.group.era
+        count = self.counts[number]
+        step = count + (when == "after")
+        key = [number, era, count - first.setdefault(number, count), when]
+        facts = {"optimizer": number, "step": step, "key": key}
         named = {}
-        here = where()
+        facts["unwrapped"] = []
         for place, each in enumerate(parameters_of(optimizer)):
-            unknown = (f"parameter {place} of optimizer {number}", here)
-            name, lines = self.names.get(each, unknown)
+            name, lines = passes.names.get(each, ("a parameter", where()))
             if name in named:
                 name = f"{name} ({place})"
             named[name] = each
-            if self.averaged and each not in self.averaged:
+            if passes.averaged and each not in passes.averaged:
                 facts["unwrapped"].append(f"mean absolute value of {name}")
                 facts["unwrapped_lines"] = lines
-            if len(part_of(each)) > self.fully_sharded:
-                self.note("parallel")
-        if settings.get("every_step"):
-            facts["gradients"] = sum(sizes(gradients_of(optimizer)).values())
-        value = sizes(named)
-        self.emit("weights", value=value, **facts)
-        if value != self.values.setdefault(number, value):
-            self.values[number] = None  # it has changed some
-            self.unchanged.pop(number, None)
-            self.note("learns")
-        elif count > 3 and facts["rate"] and any(value.values()):  # a part may be empty
-            self.unchanged[number] = here
+            if len(part_of(each)) > passes.sharded:
+                watch.note("parallel")
+        shapes = [(name, tuple(each.shape)) for name, each in named.items()]
+        facts["model"] = zlib.crc32(str(shapes).encode())
+        facts["wrapped"] = bool(passes.averaged)
+        facts["hints"] = dict(passes.hints)
+        facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
+        facts["value"] = sizes(named)
+        if when == "before":
+            facts["gradients"] = total(gradients_of(optimizer))
+            facts["slopes"] = {
+                name: slope(each.grad)
+                for name, each in named.items()
+                if each.grad is not None and each.numel() > 3
+            }
+            watch.emit("settings", **{**facts, "value": settings_of(optimizer)})
+            self.look_at_change(number, facts)
+        watch.emit("weights", **facts)
+
+    def look_at_change(self, number, facts):
+        value = facts["value"]
+        still = self.still.setdefault(number, [value, 0, 0, ()])
+        if value != still[0]:
+            self.still[number] = [value, facts["step"], 0, ()]
+            watch.note("learns")
+            return
+        # A part may be empty, and gradients may have become zero in the meantime.
+        can_move = facts["rate"] and any(value.values())
+        if can_move and (facts["gradients"] or not still[1]):
+            still[2:] = [still[2] + 1, where()]
 
     def look_for_unheld(self, optimizer):
-        for each, (name, _) in self.names.items():
-            trained = each in self.averaged and each.grad is not None
+        averaged = watch.passes.averaged
+        for each, (name, _) in watch.passes.names.items():
+            trained = each in averaged and each.grad is not None
             if trained and each not in self.held:
                 wrong = f"{name} has a gradient, and no optimizer holds it"
-                self.note("unheld", wrong, lines=self.made.get(optimizer, where()))
+                watch.note("unheld", wrong, lines=self.made.get(optimizer, where()))
                 return
-        if self.averaged:
-            self.note("unheld")
+        if averaged:
+            watch.note("unheld")
 
-    def after_step(self, optimizer, *args):
+    def after(self, optimizer, *args):
         number = self.numbers[optimizer]
+        if self.reads():
+            self.read(optimizer, number, "after")
+            watch.passes.hints = {}
+        self.stepping = False
+        self.fresh = set()
+        self.dropped = set()
         self.counts[number] += 1
-        self.sends.clear()
-        self.unsent = False
-        self.outer = None  # a forward pass that has raised an error left them
-        self.parameters = []
-        if settings.get("every_step"):
-            self.read(optimizer, number, self.counts[number])
+        watch.passes.end_step()
         if self.counts[number] == settings.get("kill"):
             self.kill()
 
@@ -680,7 +881,7 @@ class Watch:
 
     def skip(self, *args, **kwargs):
         """A GradScaler that finds an overflow makes no step, but ends one."""
-        self.sends.clear()
+        watch.passes.sends.clear()
 
     def scale(self, result, scaler, *args, **kwargs):
         self.scaled = scaler.is_enabled()
@@ -689,31 +890,83 @@ class Watch:
         self.scaled = False
 
     def clip(self, *args, **kwargs):
-        if self.scaled is not None:
-            wrong = "the gradients were still scaled" if self.scaled else ""
-            self.note("clip", wrong)
+        self.look_at_scale("clip")
 
-    def meet(self, *args, **kwargs):
-        self.meetings += 1
+    def look_at_scale(self, kind, times=1):
+        if self.scaled is not None:
+            watch.note(kind, "the gradients were still scaled", self.scaled, times)
+
+    def end(self):
+        for number, (_, since, reads, lines) in self.still.items():
+            if reads > 2:
+                kind = "learns"
+                when = f" since step {since}" if since else ""
+                if watch.passes.sharded and not since:
+                    hidden = watch.passes.hidden
+                    kind = "hidden" if hidden else "early"
+                    lines = hidden or lines
+                wrong = f"optimizer {number} has changed no weight{when}"
+                watch.note(kind, wrong, lines=lines)
+        for number, found in self.dead.items():
+            if self.counts[number] > 2:
+                name, lines = found or ("", where())
+                watch.note("dead", f"{name} has had no gradient", found, lines=lines)
+        if not watch.group.era[0]:
+            counts = {
+                f"steps of optimizer {number}": count
+                for number, count in self.counts.items()
+            }
+            watch.emit("steps", key="all", value=counts)
+
+
+class Group:
+    """The process group."""
+
+    lines = None  # that have made it
+
+    def __init__(self):
+        # How often ranks with uneven inputs have joined, and what was done before
+        self.era = 0, {}
 
     def join(self, *args, **kwargs):
         if is_readers(sys._getframe(3).f_code.co_filename):  # else a framework's
-            self.group = where()
-        self.emit("group", rank=dist.get_rank())
+            self.lines = where()
+        watch.emit("group", rank=dist.get_rank())
 
     def join_uneven(self, *args, **kwargs):
-        self.uneven = True  # DDP's join lets ranks make other numbers of steps
+        self.era = self.era[0] + 1, {}
 
-    # Files
+    def send(self, *args, **kwargs):
+        """From one rank to another, as the stages of a pipeline do in each step."""
+        watch.evaluations.meet()
+        if torch.is_grad_enabled():
+            watch.note("parallel", times=3)
+
+    def end(self):
+        if self.lines and not hasattr(sys, "last_value"):  # an error is told anyway
+            wrong = "the process has ended with its group"
+            watch.note("destroyed", wrong, dist.is_initialized(), lines=self.lines)
+
+
+class Files:
+    """What is saved."""
+
+    last_saved = None  # the path of a snapshot
+    in_parts = False
+
+    def __init__(self):
+        self.saved = set()  # paths
+        self.states = {}  # {path: of how many optimizers it has the state}
+        self.snapshots = []  # (how many optimizers had a state, lines)
 
     def save(self, obj, f, *args, **kwargs):
-        path = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", None)
+        path = getattr(f, "name", None) if hasattr(f, "write") else f
         again = False
         if isinstance(path, (str, os.PathLike)):  # else it is a temporary file
             path = os.path.realpath(path)
             again = path in self.saved and os.path.exists(path)
             self.saved.add(path)
-            self.emit("file", key=f"{host}:{path}")
+            watch.emit("file", key=f"{host}:{path}")
         if isinstance(obj, torch.nn.Module):
             obj = obj.state_dict(keep_vars=True)
         if not isinstance(obj, dict):
@@ -721,98 +974,74 @@ class Watch:
             # torch.distributed.checkpoint's files are not whole snapshots.
             self.in_parts |= "checkpoint" in os.path.dirname(caller)
             return
-        tensors = []  # of (name, tensor)
-        states = []  # of optimizers
-        collect("", obj, tensors, states)
+        tensors, states = parts_of(obj)
         if not tensors and not states:
             return
         self.states[path or len(self.states)] = sum(map(bool, states))
-        trained = sum(map(parameters_of, self.numbers), [])
+        optimizers = watch.steps.numbers
+        trained = sum(map(parameters_of, optimizers), [])
         shapes = {tensor.shape for _, tensor in tensors}
         if not {each.shape for each in trained} <= shapes:
             return  # no weights: a log
-        wrong = ""
         if again and path == self.last_saved:
-            wrong = f"{os.path.basename(path)} was opened to be overwritten"
-        self.note("in_place", wrong)
+            name = os.path.basename(path)
+            watch.note("in_place", f"{name} was opened to be overwritten")
         self.last_saved = path
-        self.look_for_nan(tensors)
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not tensor.is_meta:
+                bad = bool(local(tensor).isnan().any())
+                watch.note("nan", f"{name} holds NaN", bad)
         self.look_at_keys(tensors)
-        needed = sum(bool(optimizer.state) for optimizer in self.numbers)
+        needed = sum(bool(optimizer.state) for optimizer in optimizers)
         if needed and not self.in_parts:
             self.snapshots.append((needed, where()))
 
-    def look_for_nan(self, tensors):
-        found = []
-        for name, tensor in tensors:
-            if tensor.is_floating_point() and not tensor.is_meta:
-                found.append((name, tensor))
-        are_nan = numbers([local(tensor).isnan().any() for _, tensor in found])
-        names = [name for (name, _), bad in zip(found, are_nan, strict=True) if bad]
-        self.note("nan", f"{names[0]} holds NaN" if names else "")
-
     def look_at_keys(self, tensors):
         """Only names of what is trained count: an average has others, rightly."""
+        averaged = watch.passes.averaged
         trained = {
-            local(each).data_ptr(): self.averaged.get(each) for each in self.held
+            local(each).data_ptr(): averaged.get(each) for each in watch.steps.held
         }
         for name, tensor in tensors:
             if local(tensor).data_ptr() in trained:
                 own = trained[local(tensor).data_ptr()]  # may have a `module`, too
                 wrapped = name != own and name.startswith(("module.", "_orig_mod."))
-                self.note("keys", f"the key {name} was saved" if wrapped else "")
+                watch.note("keys", f"the key {name} was saved", wrapped)
                 return
 
-    def renamed(self, args):
-        source = os.path.realpath(args[0])
+    def rename(self, source, target):
+        source = os.path.realpath(source)
         if source in self.saved:
             self.saved.remove(source)
             if source == self.last_saved:  # a snapshot, and not a cache of each rank
-                self.emit("file", key=f"{host}:{os.path.realpath(args[1])}")
+                watch.note("in_place")
+                watch.emit("file", key=f"{host}:{os.path.realpath(target)}")
 
     def end(self):
-        if self.file is None:
-            return
-        if self.evaluated:
-            self.flush("evaluated")
-        self.end_evaluation()
-        for number, lines in self.unchanged.items():
-            wrong = f"optimizer {number} has changed no weight"
-            self.note("learns", wrong, lines=lines)
         if len(self.snapshots) > 1:  # a single one is the result
             needed, lines = self.snapshots[-1]
             lacks = sum(self.states.values()) < needed
-            wrong = "the file lacks an optimizer's state" if lacks else ""
-            self.note("optimizer", wrong, lines=lines)
-        if not self.uneven:
-            counts = {
-                f"steps of optimizer {number}": count
-                for number, count in self.counts.items()
-            }
-            self.emit("steps", key="all", value=counts)
-        if self.group:
-            left = dist.is_initialized()
-            wrong = "the process has ended with its group" if left else ""
-            self.note("destroyed", wrong, lines=self.group)
-        self.file.close()
-        self.file = None
+            wrong = "the file lacks an optimizer's state"
+            watch.note("optimizer", wrong, lacks, lines=lines)
 
 
-def collect(name, value, tensors, states):
-    """Find the tensors and the optimizers' states in a snapshot."""
-    if isinstance(value, torch.Tensor):
-        tensors.append((name, value))
-    elif isinstance(value, torch.optim.Optimizer):
-        states.append(value.state)
-    elif isinstance(value, dict):
-        if {"state", "param_groups"}.issubset(value):
-            states.append(value["state"])
-        else:
-            for key, item in value.items():
-                collect(str(key), item, tensors, states)
-    elif isinstance(value, (list, tuple)) and len(value) < 1000:  # else it is data
-        for number, item in enumerate(value):
-            collect(f"{name} {number}", item, tensors, states)
+def is_state(value):
+    """Whether it is an optimizer, or the state of one."""
+    is_saved = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+    return is_saved or isinstance(value, torch.optim.Optimizer)
+
+
+def parts_of(snapshot):
+    """([(key, tensor), ...], [state of an optimizer, ...])"""
+    tensors = []
+    states = []
+    leaves = torch.utils._pytree.tree_leaves_with_path(snapshot, is_leaf=is_state)
+    for path, leaf in leaves:
+        if is_state(leaf):
+            states.append(leaf["state"] if isinstance(leaf, dict) else leaf.state)
+        elif isinstance(leaf, torch.Tensor):
+            tensors.append((str(getattr(path[-1], "key", "")), leaf))
+    return tensors, states
 
 
 def watch_batches():
@@ -822,12 +1051,12 @@ def watch_batches():
     advance = iterator.__next__
     length = loader.__len__
     most = settings.get("batches", sys.maxsize)
-    deliver = safe(watch.deliver)
-    exhaust = safe(watch.exhaust)
+    deliver = safe("batches.deliver")
+    exhaust = safe("batches.exhaust")
 
     @functools.wraps(advance)
     def watched(self):
-        if self._num_yielded >= most:
+        if self.__dict__.get("_audit_given", 0) >= most:
             exhaust(self)
             raise StopIteration
         try:
@@ -919,8 +1148,19 @@ def order(sampler, size):
     return torch.randperm(size, generator=generator).tolist()
 
 
+def check_names():
+    """A new version of PyTorch may lack one of them."""
+    for name in PRIVATE.split():
+        try:
+            eval(name, {"torch": torch})
+        except AttributeError as error:
+            version = torch.__version__
+            why = f"PyTorch {version} has no {name}: take a newer audit"
+            raise RuntimeError(why) from error
+
+
 def at_end(watch):
-    util.Finalize(None, safe(watch.end), exitpriority=0)
+    util.Finalize(None, watch.end, exitpriority=0)
 
 
 def hook():
@@ -935,6 +1175,7 @@ def hook():
     if hasattr(torch, "_audited"):
         return  # by the process that this one was forked from
     torch._audited = True
+    check_names()
     library = os.path.dirname(os.__file__)
     not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
     watch = Watch()
@@ -944,27 +1185,25 @@ def hook():
     util.register_after_fork(watch, at_end)
     # What multiprocessing forks calls no atexit; what it spawns calls atexit later.
     if "--multiprocessing-fork" in sys.orig_argv:
-        atexit.register(safe(watch.end))
+        atexit.register(watch.end)
     else:
         at_end(watch)
     # It warns that hooks see a compiled module once more, which does no harm here.
     module._has_any_global_hook = lambda: False
-    module.register_module_forward_pre_hook(safe(watch.enter))
-    module.register_module_forward_hook(safe(watch.leave), with_kwargs=True)
-    optimizer.register_optimizer_step_pre_hook(safe(watch.before_step))
-    optimizer.register_optimizer_step_post_hook(safe(watch.after_step))
+    module.register_module_forward_pre_hook(safe("passes.enter"))
+    module.register_module_forward_hook(safe("passes.leave"), with_kwargs=True)
+    optimizer.register_optimizer_step_pre_hook(safe("steps.before"))
+    optimizer.register_optimizer_step_post_hook(safe("steps.after"))
     for row in PATCHES.split("\n")[1:-1]:
         when, owner, name, method = row.split()
-        called = {when: getattr(watch, method)}
+        called = {when: safe(method)}
         patch(pkgutil.resolve_name(owner), name, **called)
-    for name in COLLECTIVES.split():
-        patch(dist, name, before=watch.meet)
     watch_batches()
-    rename = safe(watch.renamed)
+    rename = safe("files.rename")
 
     def hear(event, args):
         if event == "os.rename" and watch:  # os.replace, too; and not at the very end
-            rename(args)
+            rename(*args[:2])
 
     sys.addaudithook(hear)
     if settings.get("like"):
