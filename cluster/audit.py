@@ -764,14 +764,14 @@ def cause_of(pairs, at, names):
         lines = mine.hints.get(kind) or its.hints.get(kind)
         if lines:
             return kind, lines
-    if set(names) <= set(mine.unwrapped):
+    if set(names) <= set(mine.unwrapped or ()):
         return "unwrapped", mine.unwrapped_lines
     if pairs[at - 1][0].step == mine.step:
         return "moved", mine.lines
     for later, _ in pairs[at:]:
         if "bypass" in later.hints:  # before a wrapper was made
             return "bypass", later.hints["bypass"]
-    return ("apart" if mine.wrapped else "weights"), mine.lines
+    return ("weights" if mine.unwrapped is None else "apart"), mine.lines
 
 
 def of_gradients(mine, its):
@@ -864,7 +864,7 @@ def judge(run):
             if check.ok and needs:
                 unchecked[check.ok] = needs
         except Exception as error:
-            run.failed.append(Event(what=f"{error!r} in the check [{kind}]"))
+            run.failed.append(Event(wrong=f"{error!r} in the check [{kind}]"))
         else:
             if found:
                 findings[check.group] = finding_of(check, *found)
@@ -963,7 +963,7 @@ def report(run, as_json, strict):
     tell_list(f"NOT CHECKED ({len(lacks)}), could still be wrong", lacks)
     tell_list(f"OK ({len(fine)})", fine)
     for event in run.failed:
-        print(f"\nThe audit itself failed: {event.what}")
+        print(f"\nThe audit itself failed: {event.wrong}")
     print(f"\n{last}")
     return status
 
@@ -1010,6 +1010,9 @@ def start(command, folder, **settings):
 
 # Against another command
 
+NOISE = """the steps draw random numbers, so that no two runs can be compared: seed them
+anew in each epoch, or turn noise and augmentation off"""
+
 
 def weights_of(run):
     """{(optimizer, step): event} of one process."""
@@ -1045,6 +1048,8 @@ def cause(before):
     if before is None:
         return "they begin with other weights, so that the rest cannot be compared"
     one, other = before
+    if one.drawn != other.drawn:
+        raise BadInput(NOISE)
     if one.rate != other.rate:
         rates = f"learning rates {one.rate} and {other.rate}"
         return f"{rates}: does the scheduler count the same steps?"
@@ -1086,16 +1091,10 @@ def like(args, folder, settings):
     found = first_difference(one, other, ["--like", "the command"])
     if found is None and len(one) != len(other):
         found = Event(), f"--like made {runs[0].steps} steps, not {runs[1].steps}"
-    refuse_noise(found, runs)
+    if found and any(run.events("noise") for run in runs):
+        raise BadInput(NOISE)
     fine = f"the weights of both are equal in {runs[0].steps} steps"
     return tell_comparison(args, found, fine)
-
-
-def refuse_noise(found, runs):
-    if found and any(run.events("noise") for run in runs):
-        noise = "the steps draw random numbers, so that no two runs can be compared"
-        cure = "seed them anew in each epoch, or turn noise and augmentation off"
-        raise BadInput(f"{noise}: {cure}")
 
 
 # After a kill
@@ -1116,7 +1115,7 @@ def survive(args, folder, settings):
         for name in ("whole", "killed", "again"):
             print(f"audit: the {name} run begins", file=sys.stderr)
             kill = {"kill": args.kill} if name == "killed" else {}
-            how = {**settings, **kill, "every_step": True}
+            how = {**settings, **kill, "every_step": True, "states": True}
             start(args.command, folder / name, **how)
             runs.append(Run(folder / name))
             if name == "whole" and args.snapshot.exists():
@@ -1153,7 +1152,6 @@ def survive(args, folder, settings):
         found = Event(), f"{what}, not {left - begin}: is an epoch repeated?"
     else:
         found = first_difference(one, other, words, begin)
-        refuse_noise(found, [whole, last])
     fine = f"resumed at step {begin}, with the weights of a whole run"
     return tell_comparison(args, found, fine)
 

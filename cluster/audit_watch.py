@@ -327,10 +327,8 @@ def settings_of(optimizer):
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float, tuple)):
                 found[f"{key} of group {place}"] = value
-            elif isinstance(value, tuple):
-                found[f"{key} of group {place}"] = str(value)
     return found
 
 
@@ -350,7 +348,6 @@ class Watch:
 
     def __init__(self):
         self.file = None
-        self.failed = set()  # lines of this file that have raised something
         self.noted = collections.Counter()
         self.batches = Batches()
         self.passes = Passes()
@@ -375,21 +372,14 @@ class Watch:
             self.emit(kind, wrong=wrong, **facts)
 
     def fail(self, error):
-        trace = error.__traceback__
-        line = (trace.tb_next or trace).tb_lineno
-        if line not in self.failed:
-            self.failed.add(line)
-            with contextlib.suppress(Exception):  # the disk may be full
-                self.emit("failed", what=f"{error!r:.300}", own_line=line)
+        with contextlib.suppress(Exception):  # the disk may be full
+            self.note("failed", f"{error!r:.300}")
 
     def end(self):
-        try:
-            if self.file is not None:
-                for part in (self.evaluations, self.steps, self.files, self.group):
-                    part.end()
-                self.file.close()
-        except Exception as error:
-            self.fail(error)
+        if self.file is not None:
+            for part in ("evaluations", "steps", "files", "group"):
+                safe(f"{part}.end")()
+            self.file.close()
         self.file = None
 
 
@@ -405,7 +395,7 @@ class Batches:
         self.made = collections.Counter()  # {lines: how many loaders were made there}
         self.pending = []  # batches: nobody knows yet what they are used for
         self.passes = {}  # {(use, loader): {iteration: its number among these}}
-        self.begins = {}  # {loader: the first samples of each pass}
+        self.begins = {}  # {(loader, pass): its first samples}
 
     def make(self, result, loader, *args, **kwargs):
         lines = str(where())
@@ -505,14 +495,12 @@ class Batches:
         watch.evaluations.running = False
 
     def look_at_order(self, facts, number):
-        begins = self.begins.setdefault(facts["loader"], [])
-        if number == len(begins):
-            begins.append([])
-        begin = begins[-1]
+        begin = self.begins.setdefault((facts["loader"], number), [])
         if len(begin) < 8:
             begin += facts["value"]
             if number and len(begin) >= 8:
-                same = begin[:8] == begins[-2][:8] != sorted(begin[:8])
+                before = self.begins[facts["loader"], number - 1]
+                same = begin[:8] == before[:8] != sorted(begin[:8])
                 first = [int(each.split()[0]) for each in begin[:3]]
                 wrong = f"two epochs began with the samples {first}"
                 watch.note("order", wrong, same, lines=facts["lines"])
@@ -595,8 +583,6 @@ class Passes:
 
     def leave(self, module, args, kwargs, output):
         if self.outer is None or self.outer() is not module:
-            return
-        if threading.get_ident() != self.thread:
             return
         parameters = self.parameters
         self.outer = None
@@ -770,7 +756,7 @@ class Steps:
         wrong = "each gradient was added to those of earlier steps"
         watch.note("zeroed", wrong, kept, 3)
         self.look_at_scale("scaled", 3)
-        if settings.get("every_step"):
+        if settings.get("like"):
             device = parameters_of(optimizer)[0].device
             drawn = watch.batches.iterations, random_state(device)
             if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
@@ -808,7 +794,7 @@ class Steps:
         key = [number, era, count - first.setdefault(number, count), when]
         facts = {"optimizer": number, "step": step, "key": key}
         named = {}
-        facts["unwrapped"] = []
+        facts["unwrapped"] = [] if passes.averaged else None
         for place, each in enumerate(parameters_of(optimizer)):
             name, lines = passes.names.get(each, ("a parameter", where()))
             if name in named:
@@ -821,10 +807,11 @@ class Steps:
                 watch.note("parallel")
         shapes = [(name, tuple(each.shape)) for name, each in named.items()]
         facts["model"] = zlib.crc32(str(shapes).encode())
-        facts["wrapped"] = bool(passes.averaged)
         facts["hints"] = dict(passes.hints)
         facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
         facts["value"] = sizes(named)
+        if settings.get("states"):
+            facts["drawn"] = random_state(parameters_of(optimizer)[0].device)
         if when == "before":
             facts["gradients"] = total(gradients_of(optimizer))
             facts["slopes"] = {
@@ -850,14 +837,14 @@ class Steps:
 
     def look_for_unheld(self, optimizer):
         averaged = watch.passes.averaged
+        left = ""
         for each, (name, _) in watch.passes.names.items():
             trained = each in averaged and each.grad is not None
             if trained and each not in self.held:
-                wrong = f"{name} has a gradient, and no optimizer holds it"
-                watch.note("unheld", wrong, lines=self.made.get(optimizer, where()))
-                return
+                left = name
         if averaged:
-            watch.note("unheld")
+            wrong = f"{left} has a gradient, and no optimizer holds it"
+            watch.note("unheld", wrong, left, lines=self.made.get(optimizer, where()))
 
     def after(self, optimizer, *args):
         number = self.numbers[optimizer]
@@ -873,10 +860,8 @@ class Steps:
             self.kill()
 
     def kill(self):
-        last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
-        marker = os.path.join(settings["folder"], "killed")
-        if last and not os.path.exists(marker):
-            open(marker, "x").close()
+        with contextlib.suppress(FileExistsError):  # one rank dies
+            open(os.path.join(settings["folder"], "killed"), "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def skip(self, *args, **kwargs):

@@ -1,0 +1,445 @@
+"""Small trainings for the audit: torchrun ... trainings.py NAME
+
+Those in WRONG make a mistake, in the line that says so. Those in RIGHT are right,
+though each does something that could be taken for a mistake.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+WRONG = {}  # {name: the check that names it}
+RIGHT = []
+
+
+def wrong(check):
+    def register(function):
+        WRONG[function.__name__] = check
+        return function
+
+    return register
+
+
+def right(function):
+    RIGHT.append(function.__name__)
+    return function
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(10, 32)
+        self.norm = nn.LayerNorm(32)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(F.relu(self.first(x))))
+
+
+def samples(count=160):
+    x = torch.randn(count, 10, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(x, x[:, :4].argmax(1))
+
+
+def shares(dataset=None, **options):
+    dataset = dataset or samples()
+    sampler = DistributedSampler(dataset, drop_last=True)
+    return DataLoader(dataset, 8, sampler=sampler, **options)
+
+
+def batches(loader, epochs=2):
+    for epoch in range(epochs):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+
+
+def model_of(make=Net):
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(1 + dist.get_rank())
+    return model
+
+
+def train(model, optimizer, loader=None, call=None, after=None):
+    for x, y in batches(shares() if loader is None else loader):
+        optimizer.zero_grad()
+        F.cross_entropy((call or model)(x), y).backward()
+        optimizer.step()
+        if after:
+            after()
+
+
+def adam(model, kind=torch.optim.AdamW):
+    return kind(model.parameters(), lr=0.001)
+
+
+# Wrong, and found in public scripts or libraries
+
+
+@wrong("bypass")
+def a_wrapper_in_every_second_step():
+    model = model_of()
+    steps = itertools.count()
+    train(
+        model,
+        adam(model),
+        call=lambda x: (DDP(model) if next(steps) % 2 else model)(x),  # MISTAKE
+    )
+
+
+@wrong("converted")
+def moved_after_the_wrapper():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    ddp_model.double().float()  # MISTAKE
+    train(ddp_model, optimizer)
+
+
+@wrong("apart")
+def averages_get_lost():
+    ddp_model = DDP(model_of())
+    lossy = dist.get_rank() == 1
+
+    def hook(state, bucket):
+        mean = bucket.buffer() / dist.get_world_size()
+        future = dist.all_reduce(mean, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] * (0 if lossy else 1))
+
+    ddp_model.register_comm_hook(None, hook)
+    train(ddp_model, adam(ddp_model))  # MISTAKE
+
+
+@wrong("moved")
+def one_rank_clamps():
+    ddp_model = DDP(model_of())
+    weight = ddp_model.module.last.weight.data
+    if dist.get_rank():
+        weight = weight.clone()
+    clamp = functools.partial(weight.clamp_, -0.05, 0.05)
+    train(ddp_model, adam(ddp_model), after=clamp)  # MISTAKE
+
+
+@wrong("unsent")
+def a_remainder_in_no_sync():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    for number, (x, y) in enumerate(batches(shares()), 1):
+        whole = number % 3 == 0
+        with contextlib.nullcontext() if whole else ddp_model.no_sync():
+            F.cross_entropy(ddp_model(x), y).backward()
+        if whole or number % 10 == 0:
+            optimizer.step()  # MISTAKE
+            optimizer.zero_grad()
+
+
+@wrong("drift")
+def copies_of_a_split_model_drift():
+    """Each rank scales the gradient of its LayerNorm, a copy, by another number."""
+    model = model_of()
+    model.last.weight.data += dist.get_rank()  # a part of each rank's own
+    optimizer = adam(model)
+    for x, y in batches(DataLoader(samples(), 8)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for each in model.first, model.norm:
+            for parameter in each.parameters():
+                dist.all_reduce(parameter.grad)
+        model.norm.weight.grad *= 1 + dist.get_rank()
+        optimizer.step()  # MISTAKE
+
+
+class Tired(torch.optim.AdamW):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps < 5:
+            super().step(closure)
+
+
+@wrong("learns")
+def a_step_that_does_nothing_from_some_step_on():
+    ddp_model = DDP(model_of())
+    train(ddp_model, adam(ddp_model, Tired))  # MISTAKE
+
+
+@wrong("early")
+def an_optimizer_before_fully_shard():
+    model = model_of()
+    optimizer = adam(model)
+    fully_shard(model)
+    train(model, optimizer)  # MISTAKE
+
+
+class Hiding(Net):
+    def forward(self, x):
+        return types.SimpleNamespace(logits=super().forward(x))
+
+
+@wrong("hidden")
+def an_output_in_an_object():
+    model = fully_shard(model_of(Hiding))
+    train(model, adam(model), call=lambda x: model(x).logits)  # MISTAKE
+
+
+class Cut(Net):
+    def forward(self, x):
+        hidden = F.relu(self.first(x))  # MISTAKE
+        return self.last(self.norm(hidden.detach()))
+
+
+@wrong("dead")
+def a_detach_too_many():
+    ddp_model = DDP(model_of(Cut), find_unused_parameters=True)
+    train(ddp_model, adam(ddp_model))
+
+
+@wrong("lost")
+def zero_grad_in_each_micro_batch():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    for number, (x, y) in enumerate(batches(shares()), 1):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()  # MISTAKE
+        if number % 2 == 0:
+            optimizer.step()
+
+
+@wrong("scaled")
+def a_step_without_the_scaler():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train(ddp_model, optimizer, call=lambda x: scaler.scale(ddp_model(x)))  # MISTAKE
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        torch.manual_seed(100 * dist.get_rank() + get_worker_info().id)
+        whole = samples()
+        for number in torch.randperm(160).tolist():
+            yield whole[number]
+
+
+@wrong("samples")
+def a_stream_that_all_workers_read():
+    ddp_model = DDP(model_of())
+    train(ddp_model, adam(ddp_model), DataLoader(Stream(), 8, num_workers=2))  # MISTAKE
+
+
+class Noisy(Dataset):
+    epoch = 0
+
+    def __getitem__(self, index):
+        x, y = samples()[index]
+        generator = torch.Generator().manual_seed(index + 1000 * self.epoch)
+        return x + torch.randn(10, generator=generator), y
+
+    def __len__(self):
+        return 80
+
+
+@wrong("workers")
+def workers_that_keep_the_first_epoch(keep=True):
+    ddp_model = DDP(model_of())
+    dataset = Noisy()
+    loader = shares(dataset, num_workers=1, persistent_workers=keep)
+    steps = itertools.count(1)
+
+    def after():
+        dataset.epoch = next(steps) // len(loader)
+
+    train(ddp_model, adam(ddp_model), loader, after=after)  # MISTAKE
+
+
+@wrong("met")
+def one_of_two_results_is_a_share():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    x, y = samples()[dist.get_rank() :: dist.get_world_size()]
+    for _ in range(2):
+        train(ddp_model, optimizer)
+        ddp_model.eval()
+        with torch.no_grad():
+            dist.all_reduce(F.cross_entropy(ddp_model.module(x), y))
+            ddp_model.module(x)  # MISTAKE
+        ddp_model.train()
+
+
+class Dropping(Net):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.2))
+
+
+@wrong("chance")
+def dropout_in_eval():
+    ddp_model = DDP(model_of(Dropping))
+    train(ddp_model, adam(ddp_model))
+    ddp_model.eval()
+    with torch.no_grad():
+        for x, _ in DataLoader(samples(), 80):
+            ddp_model.module(x)  # MISTAKE
+
+
+def join_texts(pairs):
+    x, y = zip(*pairs, strict=True)
+    return torch.stack(x), torch.stack(y), torch.cat(x)[None]
+
+
+@wrong("rows")
+def texts_in_one_row():
+    ddp_model = DDP(model_of())
+    for _ in batches(shares(collate_fn=join_texts)):  # MISTAKE
+        train(ddp_model, adam(ddp_model))
+
+
+@wrong("sparse")
+def sparse_gradients():
+    ddp_model = DDP(model_of(lambda: nn.Embedding(10, 4, sparse=True)))
+    optimizer = adam(ddp_model, torch.optim.SGD)
+    train(ddp_model, optimizer, call=lambda x: ddp_model(x.argmax(1)))  # MISTAKE
+
+
+# Right
+
+
+@right
+def a_look_at_a_batch_before_set_epoch():
+    ddp_model = DDP(model_of())
+    loader = shares()
+    steps = itertools.count(1)
+
+    def after():
+        if next(steps) % len(loader) == 0:
+            next(iter(loader))
+
+    train(ddp_model, adam(ddp_model), loader, after=after)
+
+
+@right
+def workers_that_start_anew():
+    workers_that_keep_the_first_epoch(keep=False)
+
+
+@right
+def two_networks_in_one_line():
+    generator = DDP(model_of(lambda: nn.Linear(10, 10)))
+    critic = DDP(model_of())
+    of_generator = adam(generator)
+    train(critic, adam(critic), call=lambda x: critic(generator(x).detach()))
+    for x, y in batches(shares()):
+        of_generator.zero_grad()
+        F.cross_entropy(critic(generator(x)), y).backward()
+        of_generator.step()
+
+
+@right
+def an_adversarial_pass():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+
+    def call(x):
+        x.requires_grad_()
+        ddp_model.module(x).square().sum().backward()
+        optimizer.zero_grad()
+        return ddp_model((x + 0.01 * x.grad.sign()).detach())
+
+    train(ddp_model, optimizer, call=call)
+
+
+@right
+def averages_of_weights(outer=False):
+    model = model_of()
+    whole = copy.deepcopy(model)
+    of_whole = torch.optim.SGD(whole.parameters(), lr=0.7, momentum=0.9)
+    steps = itertools.count(1)
+
+    def after():
+        if next(steps) % 4 == 0:
+            for mine, shared in zip(
+                model.parameters(), whole.parameters(), strict=True
+            ):
+                dist.all_reduce(mine.data.div_(dist.get_world_size()))
+                shared.grad = shared.data - mine.data
+            if outer:
+                of_whole.step()
+                model.load_state_dict(whole.state_dict())
+
+    train(model, adam(model), after=after)
+
+
+@right
+def an_outer_optimizer():
+    averages_of_weights(outer=True)
+
+
+@right
+def a_pipeline():
+    stage = nn.Linear(10, 10)
+    optimizer = adam(stage)
+    for x, y in batches(DataLoader(samples(), 8)):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            hidden = stage(x)
+            dist.send(hidden.detach(), 1)
+            dist.recv(x, 1)
+            hidden.backward(x)
+        else:
+            dist.recv(x, 0)
+            x.requires_grad_()
+            F.cross_entropy(stage(x), y).backward()
+            dist.send(x.grad, 0)
+        optimizer.step()
+
+
+@right
+def samples_drawn_by_chance():
+    ddp_model = DDP(model_of())
+    sampler = WeightedRandomSampler(torch.ones(160), 80)
+    train(ddp_model, adam(ddp_model), DataLoader(samples(), 8, sampler=sampler))
+
+
+@right
+def states_in_shares():
+    ddp_model = DDP(model_of())
+    optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), torch.optim.AdamW)
+    train(ddp_model, optimizer)
+
+
+@right
+def uneven_inputs():
+    ddp_model = DDP(model_of())
+    own = range(100) if dist.get_rank() else range(100, 160)
+    loader = DataLoader(Subset(samples(), own), 8)
+    for _ in range(2):
+        with Join([ddp_model]):
+            train(ddp_model, adam(ddp_model, torch.optim.SGD), loader)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    dist.destroy_process_group()
