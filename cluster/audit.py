@@ -784,10 +784,15 @@ def of_gradients(mine, its):
 def samples(run, kind):
     need_own_batches(run)
     unclear = False
+    events = needed(run.events("trained"))
+    batches = collections.Counter((event.rank, str(event.key)) for event in events)
+    padding = max(len(event.value) for event in events)  # the last batch is filled up
     for mine, its in needed(run.pairs("trained")):
+        if batches[mine.rank, str(mine.key)] == 1 < max(batches.values()):
+            continue  # somebody has only looked at it
         same = set(mine.value) & set(its.value)
         count = len(its.value)
-        if len(same) > max(len(run.ranks), count / 20):
+        if len(same) > max(padding, count / 20):
             times = collections.Counter(its.value)
             few = count - len(times) < count / 20
             if few or len(set(times.values())) == 1:

@@ -699,6 +699,7 @@ class Steps:
         self.old = weakref.WeakKeyDictionary()  # {optimizer: where an old gradient is}
         self.held = by_identity()  # by an optimizer
         self.moved = by_identity()  # have had a gradient
+        self.asked = by_identity()  # say when they get one
         self.still = {}  # {an optimizer's number: [weights, step, reads since, lines]}
         self.dead = {}  # {an optimizer's number: the same of one without a gradient}
         self.fresh = set()  # lines of backward passes whose gradients are kept
@@ -782,9 +783,19 @@ class Steps:
                     watch.note("sparse", "a gradient was sparse")
             elif each.requires_grad and each not in self.moved:
                 dead = dead or watch.passes.ran.get(each)
+                self.ask(each)
         alive = any(each in self.moved for each in parameters)
         self.dead[number] = dead if alive else None
         self.read(optimizer, number, "before")
+
+    def ask(self, parameter):
+        """Be told of its gradient, which may be taken away before each step."""
+        if parameter not in self.asked:
+            handle = parameter.register_post_accumulate_grad_hook(self.arrive)
+            self.asked[parameter] = handle
+
+    def arrive(self, parameter):
+        self.moved[parameter] = True
 
     def read(self, optimizer, number, when):
         passes = watch.passes

@@ -340,6 +340,18 @@ def a_look_at_a_batch_before_set_epoch():
 
 
 @right
+def gradients_taken_away_before_each_step():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    next(iter(DataLoader(samples(), 8)))  # to look at some
+    for x, y in batches(shares()):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()
+        ddp_model.module.last.zero_grad()
+        optimizer.step()
+
+
+@right
 def workers_that_start_anew():
     workers_that_keep_the_first_epoch(keep=False)
 
