@@ -56,8 +56,8 @@ group = weights
 ok = all ranks' optimizers have the same settings
 wrong = the optimizer's settings differ between the ranks
 needs = two ranks
-why = Each rank takes steps of another size, and the weights drift apart.
-fix = Make the optimizer, the scheduler and every change of a rate on all ranks alike.
+why = Each rank takes steps of a different size, and the weights drift apart.
+fix = Use the same optimizer, scheduler and changes of the rate on all ranks.
 help = theory.md#the-effective-batch-and-the-learning-rate
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -66,9 +66,10 @@ level = MISTAKE
 rule = weights
 group = weights
 ok = all ranks begin with the same weights
-wrong = the ranks begin with other weights
+wrong = the ranks begin with different weights
 needs = two ranks that train one model
-why = Averaged gradients keep equal weights equal, but do not make other weights equal.
+why = Averaging gradients keeps equal weights equal. It cannot make different weights
+    equal.
 fix = Wrap the model in DDP after all changes to its weights, or broadcast them.
 help = 2_multigpu.md#wrap-the-model-in-ddp
 see = generated/torch.nn.parallel.DistributedDataParallel.html
@@ -78,8 +79,8 @@ level = MISTAKE
 rule = weights
 group = weights
 wrong = the model is called without its DDP wrapper, and the ranks' weights differ
-why = Such a pass sends no gradients: each rank trains a model of its own, and one of
-    them is saved.
+why = A call without DDP sends no gradients: each rank trains a model of its own, and
+    only one of them is saved.
 fix = Call what DistributedDataParallel(model) returned, not the model inside it.
 help = 2_multigpu.md#call-the-wrapper-in-the-training-step
 see = generated/torch.nn.parallel.DistributedDataParallel.html
@@ -89,9 +90,9 @@ level = MISTAKE
 rule = weights
 group = weights
 wrong = the optimizer steps while the last gradients have not been averaged
-why = Each rank steps by gradients of its own.
-fix = Leave no_sync() for the last micro-batch before each optimizer.step(), also for
-    the rest at the end of an epoch.
+why = Each rank steps with its own gradients, and the weights drift apart.
+fix = Run forward and backward of the last micro-batch before each optimizer.step()
+    outside of no_sync(), also at the end of an epoch.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -103,8 +104,8 @@ wrong = the optimizer trains parameters that are in no DDP wrapper
 why = DDP averages the gradients of what it wraps. Others, such as a loss with weights
     or layers that were frozen when DDP was made, become different on each rank.
 fix = Wrap this module in DistributedDataParallel, too, after all layers are unfrozen.
-    Of a bare parameter, sum the gradient over the ranks before the step, and divide it
-    by their number.
+    For a bare parameter, all_reduce the gradient before the step, and divide it by the
+    number of ranks.
 help = ddp_by_hand.md#average-the-gradients-after-backward
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -125,7 +126,8 @@ level = MISTAKE
 rule = weights
 group = weights
 wrong = weights were changed on one rank between two steps
-why = DDP averages gradients. What else changes a weight must do it on all ranks alike.
+why = DDP averages gradients only. Any other change of a weight must be the same on all
+    ranks.
 fix = Change the weights by the same numbers on each rank, or broadcast them afterwards.
 help = ddp_by_hand.md#average-the-gradients-after-backward
 see = generated/torch.nn.parallel.DistributedDataParallel.html
@@ -138,7 +140,7 @@ wrong = the ranks' weights differ, although the model is wrapped
 why = Each rank trains a model of its own on its part of the data, and one is saved.
 fix = Look for what changes gradients on one rank alone, after backward() or in it: a
     communication hook, a clip by the rank's own norm. If the gradients were equal, look
-    at the optimizer: its state differs if one rank left a step out, as under Join.
+    at the optimizer: its state differs if one rank skipped a step, as under Join.
 help = ddp_by_hand.md#average-the-gradients-after-backward
 see = notes/ddp.html
 
@@ -158,9 +160,9 @@ see = generated/torch.nn.parallel.DistributedDataParallel.html
 level = MISTAKE
 rule = scaled_alone
 group = weights
-wrong = a part that each rank of a split model has becomes different
-why = The ranks have scaled its gradient by other numbers, and then compute with other
-    weights of a layer that should be one.
+wrong = a part that all ranks of a split model should share becomes different
+why = The ranks have multiplied its gradient by different numbers, and then compute with
+    different weights in a layer that should be one.
 fix = Clip all parts, on all ranks, by one number: the norm of the whole model.
 help = tensor_parallel.md#count-replicas-not-ranks
 see = distributed.tensor.parallel.html
@@ -172,8 +174,8 @@ group = weights
 ok = all ranks evaluate the same model
 wrong = the ranks evaluate models that differ
 needs = an evaluation on two ranks
-why = Buffers (batch normalization) or an average of the weights are each rank's own,
-    so that the result is of other models than the one that is saved.
+why = Buffers (batch normalization) or averaged weights differ between the ranks, so
+    that the result is not that of the saved model.
 fix = Broadcast rank 0's buffers before you evaluate; update an average on every rank.
 help = 2_multigpu.md#send-rank-0s-buffers-before-you-evaluate
 see = generated/torch.nn.parallel.DistributedDataParallel.html
@@ -183,8 +185,8 @@ level = MISTAKE
 rule = equal
 group = steps
 ok = all ranks make the same number of steps
-wrong = the ranks make other numbers of steps
-needs = the end of two ranks
+wrong = the ranks make different numbers of steps
+needs = two ranks that ran to the end
 why = A rank that goes on alone waits for the others, or trains without them.
 fix = Give all ranks equally many batches (drop_last=True), and let all of them stop.
 help = it_hangs.md#find-the-rank-that-skipped-a-collective
@@ -194,10 +196,10 @@ see = generated/torch.nn.parallel.DistributedDataParallel.html
 level = MISTAKE
 rule = samples
 group = samples
-ok = each rank trains on other samples
+ok = each rank trains on different samples
 wrong = the ranks train on the same samples
 needs = the batches of two ranks
-why = An epoch then takes as many steps as on one device, and sees samples again.
+why = Each epoch takes as many steps as on one device, and trains on samples twice.
 fix = Give the loader sampler=DistributedSampler(train_set) instead of shuffle=True,
     without rank or seed of your own. In a stream, let each worker of each rank yield
     every n-th sample.
@@ -208,11 +210,11 @@ see = data.html
 level = MISTAKE
 rule = differ
 group = samples
-ok = each rank's model gets other inputs
+ok = each rank's model gets different inputs
 wrong = the ranks' models get the same inputs
 needs = the inputs of two ranks
 why = More processes then compute the same gradients again.
-fix = Give each rank other samples, and noise from another seed: seed + rank.
+fix = Give each rank different samples, and noise from a different seed: seed + rank.
 help = 2_multigpu.md#give-each-rank-its-share-of-the-samples
 see = data.html
 
@@ -222,9 +224,9 @@ rule = data
 group = data
 ok = all ranks have the same data set
 wrong = the ranks' data sets differ
-needs = two epochs of other orders with a DistributedSampler, and no augmentation
-why = A sampler shares out numbers. If they mean other samples on each rank, some are
-    trained twice, others never, and held-out ones may be among them.
+needs = two epochs in different orders with a DistributedSampler, and no augmentation
+why = A sampler distributes indices. If an index means a different sample on each rank,
+    some are trained twice, others never, and held-out ones may be among them.
 fix = Make and split the data by one seed on all ranks; sort what comes from a folder.
 help = troubleshooting.md#the-held-out-loss-is-too-good-to-be-true
 see = data.html
@@ -233,7 +235,7 @@ see = data.html
 level = MISTAKE
 rule = alone
 group = order
-ok = each epoch has another order of samples
+ok = each epoch has a different order of samples
 wrong = all epochs have the same order of samples
 needs = a second epoch
 why = The same batches come again in every epoch, and the model learns their order.
@@ -251,8 +253,8 @@ needs =
 why = Each worker has a copy of the data set, made when it started, and
     persistent_workers=True keeps it. What you change here does not reach it, so that
     each epoch has the order, or the augmentation, of the first.
-fix = Leave persistent_workers=False, or keep the epoch in shared memory:
-    torch.tensor(0).share_memory_().
+fix = Set persistent_workers=False, or make the epoch a shared tensor,
+    torch.tensor(0).share_memory_(), and change it by fill_(epoch), not by =.
 help = 2_multigpu.md#shuffle-anew-in-every-epoch
 see = data.html
 
@@ -273,10 +275,10 @@ see = data.html
 level = MISTAKE
 rule = met
 group = met
-ok = after it has evaluated its samples, each rank sends something to the others
-wrong = each rank evaluates other samples, and the results are not put together
+ok = the ranks combine something after they have evaluated
+wrong = each rank evaluates different samples, and the results are not combined
 needs = the same evaluation twice on two ranks
-why = Each rank prints, and decides by, the result of its own samples.
+why = Each rank prints, and acts on, the result of its own samples only.
 fix = Sum losses and counts over the ranks: dist.all_reduce(sums).
 help = 2_multigpu.md#evaluate-each-held-out-sample-once
 see = distributed.html
@@ -286,9 +288,9 @@ level = MISTAKE
 rule = alone
 group = learns
 wrong = the optimizer was made before the model was sharded
-why = fully_shard() puts other parameters into the model, and the optimizer still holds
-    the old ones, which get no gradients.
-fix = Make the optimizer after fully_shard(model).
+why = fully_shard() replaces the model's parameters. The optimizer holds the old ones,
+    which get no gradients.
+fix = Make the optimizer after the last call of fully_shard().
 help = 7_sharding.md#give-the-optimizer-the-new-parameters
 see = distributed.fsdp.fully_shard.html
 
@@ -310,10 +312,10 @@ group = learns
 ok = the optimizer changes the weights
 wrong = the optimizer changes no weight
 needs = some steps
-why = It may hold other parameters than those of the model that computes the loss, or
-    its step() may do nothing.
-fix = Make the optimizer from the parameters of the model that you train, and look at
-    what its step() does.
+why = It may hold other parameters than those of the model that computes the loss, its
+    step() may do nothing, or the loss does not depend on the weights.
+fix = Make the optimizer from the parameters of the model that you train. Print a
+    gradient: if it is zero, look at the loss, and else at step().
 help = 1_single_gpu.md#choose-the-data-the-model-and-the-optimizer
 see = optim.html
 
@@ -324,9 +326,9 @@ group = learns
 ok = each parameter of a layer that is called gets a gradient
 wrong = a layer is called, and its parameters never get a gradient
 needs = some steps
-why = Something cuts it from the loss, such as detach(), no_grad() or a conversion to a
-    number, so that it keeps its first values.
-fix = Take the cut out. If you want it, freeze the layer by requires_grad_(False).
+why = Something detaches it from the loss, such as detach(), no_grad() or a conversion
+    to a number, so that it keeps its first values.
+fix = Remove that. If you want it, freeze the layer by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
 see = notes/autograd.html
 
@@ -337,7 +339,7 @@ group = learns
 ok = an optimizer holds each parameter of the DDP model
 wrong = a part of the model is in no optimizer
 needs = a DDP wrapper
-why = It has gradients, and keeps its first values for ever.
+why = It gets gradients, but is never updated.
 fix = Make the optimizer after the last layer is in its place, from all parameters;
     freeze what you do not train by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
@@ -351,7 +353,8 @@ ok = no gradient is set to zero before a step has used it
 wrong = gradients are set to zero between the micro-batches of a step
 needs = some steps
 why = Only the last micro-batch counts. The others are computed for nothing.
-fix = Call optimizer.zero_grad() once for each step: after it, not in each micro-batch.
+fix = Call optimizer.zero_grad() right after optimizer.step(), and not in each
+    micro-batch.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
 see = notes/amp_examples.html
 
@@ -398,8 +401,8 @@ group = mode
 ok = the model trains in training mode
 wrong = the model trains in evaluation mode
 needs = some steps
-why = Nothing is dropped, and batch normalization does not follow the data. (If you
-    fine-tune in eval() on purpose, this is none.)
+why = Dropout is off, and batch normalization does not follow the data. (If you
+    fine-tune in eval() on purpose, ignore this.)
 fix = Call model.train() at the start of each epoch.
 help = 1_single_gpu.md#evaluate
 see = notes/autograd.html
@@ -411,8 +414,8 @@ group = nan
 ok = no snapshot holds NaN
 wrong = a snapshot holds NaN
 needs = a snapshot
-why = A resumed run has lost its weights, and the good snapshot is overwritten.
-fix = Stop before the save if the loss is not finite.
+why = The good snapshot is overwritten, and a resumed run begins with NaN.
+fix = Stop before the save if the loss is not finite, and look where it first was.
 help = 1_single_gpu.md#save-and-resume
 see = notes/serialization.html
 
@@ -479,8 +482,8 @@ level = RISK
 rule = alone
 group = rows
 wrong = a batch has tensors of one row and of many
-why = If the one row is not meant for all samples, a model that computes with both still
-    runs: the row is repeated.
+why = If the row was meant for one sample, the code still runs: broadcasting repeats it
+    for all.
 fix = Let collate_fn stack one row for each sample: torch.stack(), not torch.cat().
 help = adapt_your_script.md#look-up-the-parts-of-your-script
 see = data.html
@@ -492,7 +495,7 @@ group = chance
 ok = an evaluation draws no random numbers
 wrong = an evaluation draws random numbers
 needs = an evaluation
-why = The same weights get another result each time.
+why = The same weights get a different result each time.
 fix = Dropout in forward() needs training=self.training: F.dropout() and
     scaled_dot_product_attention() drop in eval(), too. If you want the noise, seed it.
 help = 1_single_gpu.md#evaluate
@@ -504,7 +507,7 @@ rule = alone
 group = destroyed
 ok = the process group is destroyed at the end
 wrong = the process group is never destroyed
-needs = a process group, and a command that ends well
+needs = a process group that your code makes, and a command that ends well
 why = The exit may hang or abort, so that a run that has succeeded counts as failed.
 fix = Call dist.destroy_process_group() at the end.
 help = 2_multigpu.md#shut-down-cleanly
@@ -514,11 +517,12 @@ see = distributed.html
 level = COST
 rule = differ
 group = samples
-ok = each rank draws other random numbers in its forward passes
+ok = each rank draws different random numbers in its forward passes
 wrong = all ranks draw the same random numbers
-needs = random numbers in a forward pass of two ranks
-why = All drop the same units, or add the same noise, on different samples: the average
-    over the ranks does not average this noise away, so that more steps are needed.
+needs = dropout or noise in a forward pass of two ranks
+why = All ranks drop the same neurons, or add the same noise, on different samples: the
+    average over the ranks does not average this noise away, so that more steps are
+    needed.
 fix = Seed each rank by itself after the model is made: torch.manual_seed(seed + rank).
 help = 2_multigpu.md#shuffle-anew-in-every-epoch
 see = notes/randomness.html
@@ -527,12 +531,12 @@ see = notes/randomness.html
 level = COST
 rule = alone
 group = sends
-ok = no_sync() stands around forward passes, too
+ok = no_sync() also covers the forward passes
 wrong = no_sync() has no effect
 needs =
-why = DDP decides in the forward pass whether it sends: around backward alone, no_sync()
-    does nothing, and the gradients are sent each time.
-fix = Put the forward pass into no_sync(), too.
+why = DDP decides in the forward pass whether to send gradients: around backward alone,
+    no_sync() does nothing.
+fix = Run the forward pass in no_sync(), too.
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -541,10 +545,10 @@ level = COST
 rule = alone
 group = sends
 ok = the gradients of a step are sent once
-wrong = the gradients of one step are sent several times
+wrong = gradients are sent after each micro-batch of a step
 needs = a DDP wrapper that is called
-why = Each time costs the communication of a whole step.
-fix = Use no_sync() for all micro-batches but the last.
+why = Each time costs as much communication as a whole step.
+fix = Run forward and backward of all micro-batches but the last in ddp_model.no_sync().
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 """

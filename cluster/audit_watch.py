@@ -516,7 +516,7 @@ class Passes:
     hidden = ()  # the lines where FSDP finds no tensors in an output
     random = None
     fresh = False  # whether a forward pass came after the last backward pass
-    unsent = False
+    unsent = ()  # the lines of a forward pass whose gradients are not sent
 
     def __init__(self):
         self.names = by_identity()  # {parameter: name, lines}
@@ -625,7 +625,7 @@ class Passes:
         for wrapper, (lines, sends) in self.awaiting.items():
             counted = self.sends.setdefault(wrapper, [lines, 0])
             counted[1] += sends
-            self.unsent = not sends
+            self.unsent = () if sends else lines
             now = wrapper.require_backward_grad_sync
             if not (sends and now):
                 watch.note("no_sync", "no_sync() around backward() alone", sends)
@@ -635,7 +635,7 @@ class Passes:
 
     def end_step(self):
         self.sends.clear()
-        self.unsent = False
+        self.unsent = ()
         self.outer = None  # a forward pass that has raised an error left them
         self.parameters = []
 
@@ -703,7 +703,7 @@ class Steps:
         self.still = {}  # {an optimizer's number: [weights, step, reads since, lines]}
         self.dead = {}  # {an optimizer's number: the same of one without a gradient}
         self.fresh = set()  # lines of backward passes whose gradients are kept
-        self.dropped = set()  # and of those whose gradients were set to zero
+        self.dropped = {}  # and of others: the lines that set their gradients to zero
 
     @property
     def done(self):
@@ -733,7 +733,7 @@ class Steps:
 
     def zero(self, *args, **kwargs):
         if not self.stepping:
-            self.dropped |= self.fresh
+            self.dropped |= dict.fromkeys(self.fresh, where())
             self.fresh = set()
 
     def before(self, optimizer, *args):
@@ -747,9 +747,9 @@ class Steps:
             again = times > 1 and lines
             watch.note("twice", f"sent {times} times", again, 3, lines=lines)
         if passes.unsent:
-            passes.hints.setdefault("unsent", where())
-        lost = self.fresh & self.dropped
-        wrong = "a backward pass at this line was followed by zero_grad(), not a step"
+            passes.hints.setdefault("unsent", passes.unsent)
+        lost = [self.dropped[each] for each in self.fresh if each in self.dropped]
+        wrong = "zero_grad() came after a backward pass, and before the step"
         watch.note("lost", wrong, lost, 3, lines=(*lost, where())[0])
         # Another tensor may have been put in the place of the old gradient.
         old = self.old.pop(optimizer, 0)
@@ -831,10 +831,10 @@ class Steps:
                 if each.grad is not None and each.numel() > 3
             }
             watch.emit("settings", **{**facts, "value": settings_of(optimizer)})
-            self.look_at_change(number, facts)
+            self.look_at_change(optimizer, number, facts)
         watch.emit("weights", **facts)
 
-    def look_at_change(self, number, facts):
+    def look_at_change(self, optimizer, number, facts):
         value = facts["value"]
         still = self.still.setdefault(number, [value, 0, 0, ()])
         if value != still[0]:
@@ -844,7 +844,9 @@ class Steps:
         # A part may be empty, and gradients may have become zero in the meantime.
         can_move = facts["rate"] and any(value.values())
         if can_move and (facts["gradients"] or not still[1]):
-            still[2:] = [still[2] + 1, where()]
+            is_early = watch.passes.sharded and optimizer in self.made
+            lines = self.made[optimizer] if is_early else where()
+            still[2:] = [still[2] + 1, lines]
 
     def look_for_unheld(self, optimizer):
         averaged = watch.passes.averaged
@@ -864,7 +866,7 @@ class Steps:
             watch.passes.hints = {}
         self.stepping = False
         self.fresh = set()
-        self.dropped = set()
+        self.dropped = {}
         self.counts[number] += 1
         watch.passes.end_step()
         if self.counts[number] == settings.get("kill"):

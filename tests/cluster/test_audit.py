@@ -109,7 +109,7 @@ MISTAKES = {
         "variants/gradient_accumulation.py",
         [("contextlib.nullcontext() if last else", "")],
         "unsent",
-        "self.optimizer.step()",
+        "self.ddp_model(source[micro])",
     ),
 }
 

@@ -149,9 +149,9 @@ def a_remainder_in_no_sync():
     for number, (x, y) in enumerate(batches(shares()), 1):
         whole = number % 3 == 0
         with contextlib.nullcontext() if whole else ddp_model.no_sync():
-            F.cross_entropy(ddp_model(x), y).backward()
+            F.cross_entropy(ddp_model(x), y).backward()  # MISTAKE
         if whole or number % 10 == 0:
-            optimizer.step()  # MISTAKE
+            optimizer.step()
             optimizer.zero_grad()
 
 
@@ -189,9 +189,9 @@ def a_step_that_does_nothing_from_some_step_on():
 @wrong("early")
 def an_optimizer_before_fully_shard():
     model = model_of()
-    optimizer = adam(model)
+    optimizer = adam(model)  # MISTAKE
     fully_shard(model)
-    train(model, optimizer)  # MISTAKE
+    train(model, optimizer)
 
 
 class Hiding(Net):
@@ -222,8 +222,8 @@ def zero_grad_in_each_micro_batch():
     ddp_model = DDP(model_of())
     optimizer = adam(ddp_model)
     for number, (x, y) in enumerate(batches(shares()), 1):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp_model(x), y).backward()  # MISTAKE
+        optimizer.zero_grad()  # MISTAKE
+        F.cross_entropy(ddp_model(x), y).backward()
         if number % 2 == 0:
             optimizer.step()
 
