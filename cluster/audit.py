@@ -148,7 +148,7 @@ see = notes/ddp.html
 level = MISTAKE
 rule = weights
 group = weights
-ok = after each step, all ranks have the same weights
+ok = in all steps that were read, all ranks have the same weights
 wrong = the ranks' weights differ
 needs = two ranks that train one model
 why = Each rank trains a model of its own on its part of the data, and one is saved.
@@ -323,11 +323,11 @@ see = optim.html
 level = MISTAKE
 rule = alone
 group = learns
-ok = each parameter of a layer that is called gets a gradient
+ok = each layer in front of one that trains gets gradients, too
 wrong = a layer is called, and its parameters never get a gradient
 needs = some steps
-why = Something detaches it from the loss, such as detach(), no_grad() or a conversion
-    to a number, so that it keeps its first values.
+why = Something detaches it from the loss, such as detach() or a conversion to a number,
+    so that it keeps its first values.
 fix = Remove that. If you want it, freeze the layer by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
 see = notes/autograd.html
@@ -349,7 +349,7 @@ see = optim.html
 level = MISTAKE
 rule = alone
 group = zeroed
-ok = no gradient is set to zero before a step has used it
+ok = no zero_grad() stands between repeated backward passes
 wrong = gradients are set to zero between the micro-batches of a step
 needs = some steps
 why = Only the last micro-batch counts. The others are computed for nothing.
@@ -374,7 +374,7 @@ see = optim.html
 level = MISTAKE
 rule = alone
 group = scaled
-ok = gradients are unscaled before a step
+ok = a GradScaler makes the steps
 wrong = the optimizer steps by scaled gradients
 needs =
 why = They are thousands of times too large, and infinite ones are not left out.
@@ -764,12 +764,12 @@ def cause_of(pairs, at, names):
     mine, its = pairs[at]
     if not mine.step:
         return "start", mine.lines
+    if set(names) <= set(mine.unwrapped or ()):
+        return "unwrapped", mine.unwrapped_lines
     for kind in ("bypass", "unsent", "converted"):
         lines = mine.hints.get(kind) or its.hints.get(kind)
         if lines:
             return kind, lines
-    if set(names) <= set(mine.unwrapped or ()):
-        return "unwrapped", mine.unwrapped_lines
     if pairs[at - 1][0].step == mine.step:
         return "moved", mine.lines
     for later, _ in pairs[at:]:
@@ -796,7 +796,7 @@ def samples(run, kind):
             continue  # somebody has only looked at it
         same = set(mine.value) & set(its.value)
         count = len(its.value)
-        if len(same) > max(padding, count / 20):
+        if len(same) > max(padding, count / 10):
             times = collections.Counter(its.value)
             few = count - len(times) < count / 20
             if few or len(set(times.values())) == 1:
@@ -821,7 +821,8 @@ def data(run, kind):
 def once(run, kind):
     for mine, its in needed(run.pairs("evaluated")):
         double = set(mine.value) & set(its.value)
-        if mine.shared and double and set(mine.value) != set(its.value):
+        if double and set(mine.value) != set(its.value):
+            needed(mine.shared)  # others may share out by chance
             yield mine, f"two ranks evaluated sample {int(double.pop())}"
 
 
@@ -923,6 +924,8 @@ def verdict(run, findings, fine, unchecked, strict=False):
         return f"AUDIT FAILED: {words} ({places})", 1
     if run.failed:
         return "AUDIT INCOMPLETE: the audit itself failed, as it says above", 2
+    if run.status is None:
+        return "AUDIT INCOMPLETE: nobody has written down how your command ended", 2
     if run.status:
         failed = f"your command failed with {run.status}, so that nothing is proven"
         return f"AUDIT INCOMPLETE: {failed}", 2
@@ -1090,10 +1093,11 @@ def like(args, folder, settings):
     for name, command in (("other", shlex.split(args.like)), ("this", args.command)):
         status = start(command, folder / name, **settings)
         run = Run(folder / name)
+        if status:
+            why = "its error is above; the audit computes in float64"
+            raise BadInput(f"{shlex.join(command)} failed: {why}")
         if not run.ranks:
             why = "has it resumed from the snapshot of the other command?"
-            if status:
-                why = "its error is above; the audit computes in float64"
             raise BadInput(f"{shlex.join(command)} made no step: {why}")
         runs.append(run)
     one, other = map(weights_of, runs)
@@ -1140,29 +1144,44 @@ def survive(args, folder, settings):
     if not (folder / "killed" / "killed").exists():
         raise BadInput(f"the command made less than {args.kill} steps")
     last = again if again.ranks else killed  # torchrun may have restarted it
+    if again.status:
+        raise BadInput("the command failed when it was started again")
     one, other = map(weights_of, (whole, last))
-    number, _ = next(iter(other))
-    one = {key: event for key, event in one.items() if key[0] == number}
-    left = max(step for _, step in one)
-    made = max(step for each, step in other if each == number)
-    first = other[number, 0].value
+    for number in sorted({number for number, _ in other}):
+        parts = [
+            {key: event for key, event in events.items() if key[0] == number}
+            for events in (one, other)
+        ]
+        begin, found = resumed(*parts)
+        if found:
+            break
+    fine = f"resumed at step {begin}, with the weights of a whole run"
+    return tell_comparison(args, found, fine)
+
+
+def resumed(one, other):
+    """(the step at which the other run went on, what differs): of one optimizer."""
+    left, made = [max(step for _, step in events) for events in (one, other)]
+    (_, first), *_ = other.items()
     begins = [
-        step for _, step in one if not differences(one[number, step].value, first)
+        step
+        for (_, step), its in one.items()
+        if not differences(first.value, its.value)
     ]
     # Weights may stand still: then the step that leaves as many as were made.
     begin = min(begins, key=lambda step: abs(left - step - made), default=None)
-    words = "the whole run", "the resumed one"
+    what = ""
     if begin is None:
-        found = Event(), "the run began again with weights that the whole run never had"
+        what = "the run began again with weights that the whole run never had"
     elif not begin:
-        found = Event(), "the command began again: it did not resume"
+        what = "the command began again: it did not resume all that it trains"
     elif begin + made != left:
         what = f"resumed with the weights of step {begin}, and made {made} steps"
-        found = Event(), f"{what}, not {left - begin}: is an epoch repeated?"
-    else:
-        found = first_difference(one, other, words, begin)
-    fine = f"resumed at step {begin}, with the weights of a whole run"
-    return tell_comparison(args, found, fine)
+        what += f", not {left - begin}: is an epoch repeated?"
+    if what:
+        return begin, (Event(), what)
+    words = "the whole run", "the resumed one"
+    return begin, first_difference(one, other, words, begin)
 
 
 def parse():
@@ -1193,7 +1212,7 @@ def watch(args, folder, settings):
         start(args.command, folder, **settings)
     run = Run(folder)
     if not run.ranks:
-        seen = "made a step of an optimizer" if run.torch else "imported torch"
+        seen = "made a step that the audit saw" if run.torch else "imported torch"
         ignored = "" if run.torch else "; python -E and -I ignore the audit"
         what = f"no process of the command {seen} (status {run.status}){ignored}"
         raise BadInput(what)

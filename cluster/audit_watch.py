@@ -276,6 +276,8 @@ def hashes(value, count=None):
         for tensor in map(local, tensors_in(value)):
             if not tensor.dim() or not tensor.numel() or tensor.is_complex():
                 continue
+            if tensor.layout != torch.strided:
+                continue
             count = count or len(tensor)
             if len(tensor) == count:
                 rows = tensor.reshape(count, -1)
@@ -337,7 +339,7 @@ def has_modes(module):
     normalizes = torch.nn.modules.batchnorm._NormBase
     return any(
         getattr(part, "p", 0)
-        or hasattr(part, "dropout")
+        or getattr(part, "dropout", 0)
         or isinstance(part, normalizes)
         for part in module.modules()
     )
@@ -405,7 +407,8 @@ class Batches:
     def restart(self, iterator, loader, *args, **kwargs):
         """A loader starts its workers, or keeps them for another epoch."""
         iterator._audit_waiting = collections.deque()
-        epoch = getattr(loader.dataset, "epoch", None)
+        # No property: that may be of a number which the workers share.
+        epoch = getattr(loader.dataset, "__dict__", {}).get("epoch")
         theirs = iterator.__dict__.setdefault("_audit_epoch", epoch)
         if isinstance(epoch, int):
             wrong = f"the data set's epoch is {epoch}, and {theirs} in the workers"
@@ -422,6 +425,7 @@ class Batches:
         self.iterations += 1
         self.epoch_began = watch.steps.done
         shared = "DistributedSampler" in type(loader.sampler).__name__
+        shared = shared and getattr(loader.sampler, "num_replicas", 2) > 1
         iterator._audit_facts = {
             "loader": self.names[loader],
             "iteration": self.iterations,
@@ -497,11 +501,11 @@ class Batches:
     def look_at_order(self, facts, number):
         begin = self.begins.setdefault((facts["loader"], number), [])
         if len(begin) < 8:
-            begin += facts["value"]
+            begin += [each[:9] for each in facts["value"]]  # no noise that is added
             if number and len(begin) >= 8:
                 before = self.begins[facts["loader"], number - 1]
                 same = begin[:8] == before[:8] != sorted(begin[:8])
-                first = [int(each.split()[0]) for each in begin[:3]]
+                first = [int(each) for each in begin[:3]]
                 wrong = f"two epochs began with the samples {first}"
                 watch.note("order", wrong, same, lines=facts["lines"])
 
@@ -591,7 +595,9 @@ class Passes:
             return  # a loss
         with_gradients = torch.is_grad_enabled()
         training = getattr(module, "module", module).training  # without the wrapper
-        watch.evaluations.running = not training and not with_gradients
+        # Between a forward and a backward pass, it is a teacher's.
+        running = not (training or with_gradients or self.fresh)
+        watch.evaluations.running = running
         if with_gradients:
             self.fresh = True
             averaged = any(parameter in self.averaged for parameter in parameters)
@@ -691,6 +697,9 @@ class Steps:
     drawn = None  # (iterations, random state) in the step before
     scaled = None  # whether gradients are; None without a scaler
     stepping = False
+    by_scaler = False  # whether a GradScaler makes steps
+    losses = 0  # in a row, of gradients that were set to zero before a step
+    dead = None  # (parameter, its name, lines): it runs, and has had no gradient
 
     def __init__(self):
         self.counts = {}  # {an optimizer's number: its steps so far}
@@ -700,8 +709,7 @@ class Steps:
         self.held = by_identity()  # by an optimizer
         self.moved = by_identity()  # have had a gradient
         self.asked = by_identity()  # say when they get one
-        self.still = {}  # {an optimizer's number: [weights, step, reads since, lines]}
-        self.dead = {}  # {an optimizer's number: the same of one without a gradient}
+        self.still = {}  # {an optimizer's number: [weights, step, reads since, ...]}
         self.fresh = set()  # lines of backward passes whose gradients are kept
         self.dropped = {}  # and of others: the lines that set their gradients to zero
 
@@ -750,7 +758,9 @@ class Steps:
             passes.hints.setdefault("unsent", passes.unsent)
         lost = [self.dropped[each] for each in self.fresh if each in self.dropped]
         wrong = "zero_grad() came after a backward pass, and before the step"
-        watch.note("lost", wrong, lost, 3, lines=(*lost, where())[0])
+        self.losses = self.losses + 1 if lost else 0
+        if self.losses in (0, 3):
+            watch.note("lost", wrong, lost, lines=(*lost, where())[0])
         # Another tensor may have been put in the place of the old gradient.
         old = self.old.pop(optimizer, 0)
         kept = old and old == address_of_gradient(optimizer)
@@ -774,25 +784,26 @@ class Steps:
         trains = [watch.passes.modes.get(each) for each in parameters]
         evaluates = False in trains and True not in trains
         watch.note("mode", "the model was in eval() mode", evaluates, 3)
-        dead = None
         for each in parameters:
             self.held[each] = True  # others may have been put there
             if each.grad is not None:
                 self.moved[each] = True
                 if each.grad.is_sparse:
                     watch.note("sparse", "a gradient was sparse")
-            elif each.requires_grad and each not in self.moved:
-                dead = dead or watch.passes.ran.get(each)
-                self.ask(each)
-        alive = any(each in self.moved for each in parameters)
-        self.dead[number] = dead if alive else None
+        self.look_for_dead()
         self.read(optimizer, number, "before")
 
-    def ask(self, parameter):
-        """Be told of its gradient, which may be taken away before each step."""
-        if parameter not in self.asked:
-            handle = parameter.register_post_accumulate_grad_hook(self.arrive)
-            self.asked[parameter] = handle
+    def look_for_dead(self):
+        """A layer without gradients, in front of one that has some."""
+        self.dead = first = None
+        for each, (name, lines) in watch.passes.ran.items():
+            if each in self.moved:
+                self.dead = self.dead or first
+            elif each.requires_grad and each in self.held:
+                first = first or (each, name, lines)
+                if each not in self.asked:  # a gradient may be taken away again
+                    handle = each.register_post_accumulate_grad_hook(self.arrive)
+                    self.asked[each] = handle
 
     def arrive(self, parameter):
         self.moved[parameter] = True
@@ -819,7 +830,9 @@ class Steps:
         shapes = [(name, tuple(each.shape)) for name, each in named.items()]
         facts["model"] = zlib.crc32(str(shapes).encode())
         facts["hints"] = dict(passes.hints)
-        facts["rate"] = max(float(each.get("lr", 1)) for each in optimizer.param_groups)
+        facts["rate"] = max(
+            float(each.get("lr") or 1) for each in optimizer.param_groups
+        )
         facts["value"] = sizes(named)
         if settings.get("states"):
             facts["drawn"] = random_state(parameters_of(optimizer)[0].device)
@@ -836,17 +849,20 @@ class Steps:
 
     def look_at_change(self, optimizer, number, facts):
         value = facts["value"]
-        still = self.still.setdefault(number, [value, 0, 0, ()])
+        still = self.still.setdefault(number, [value, 0, 0, None, ()])
         if value != still[0]:
-            self.still[number] = [value, facts["step"], 0, ()]
+            self.still[number] = [value, facts["step"], 0, None, ()]
             watch.note("learns")
             return
-        # A part may be empty, and gradients may have become zero in the meantime.
+        # A part may be empty or frozen, and gradients may have become zero.
         can_move = facts["rate"] and any(value.values())
         if can_move and (facts["gradients"] or not still[1]):
-            is_early = watch.passes.sharded and optimizer in self.made
-            lines = self.made[optimizer] if is_early else where()
-            still[2:] = [still[2] + 1, lines]
+            trains = any(each.requires_grad for each in parameters_of(optimizer))
+            gradients = facts["gradients"]
+            if trains and not facts["slopes"]:
+                gradients = None
+            made = self.made.get(optimizer, ())
+            still[2:] = [still[2] + 1, gradients, where(), made]
 
     def look_for_unheld(self, optimizer):
         averaged = watch.passes.averaged
@@ -879,6 +895,8 @@ class Steps:
 
     def skip(self, *args, **kwargs):
         """A GradScaler that finds an overflow makes no step, but ends one."""
+        self.by_scaler = True
+        self.fresh = set()
         watch.passes.sends.clear()
 
     def scale(self, result, scaler, *args, **kwargs):
@@ -892,23 +910,26 @@ class Steps:
 
     def look_at_scale(self, kind, times=1):
         if self.scaled is not None:
-            watch.note(kind, "the gradients were still scaled", self.scaled, times)
+            bad = self.scaled and not (kind == "scaled" and self.by_scaler)
+            watch.note(kind, "the gradients were still scaled", bad, times)
 
     def end(self):
-        for number, (_, since, reads, lines) in self.still.items():
-            if reads > 2:
-                kind = "learns"
-                when = f" since step {since}" if since else ""
-                if watch.passes.sharded and not since:
-                    hidden = watch.passes.hidden
-                    kind = "hidden" if hidden else "early"
-                    lines = hidden or lines
-                wrong = f"optimizer {number} has changed no weight{when}"
-                watch.note(kind, wrong, lines=lines)
-        for number, found in self.dead.items():
-            if self.counts[number] > 2:
-                name, lines = found or ("", where())
-                watch.note("dead", f"{name} has had no gradient", found, lines=lines)
+        learns = any(since for _, since, *_ in self.still.values())
+        for number, (_, since, reads, gradients, *lines) in self.still.items():
+            if reads < 3 or (gradients == 0 and learns):
+                continue  # one of several may wait for its turn
+            kind, at = "learns", lines[0]
+            if watch.passes.sharded and gradients is None and not since:
+                kind, at = "early", lines[1]
+                if watch.passes.hidden:
+                    kind, at = "hidden", watch.passes.hidden
+            when = f" since step {since}" if since else ""
+            wrong = f"optimizer {number} has changed no weight{when}"
+            watch.note(kind, wrong, lines=at)
+        if self.done > 2:
+            each, name, lines = self.dead or (None, "", where())
+            dead = self.dead and each not in self.moved
+            watch.note("dead", f"{name} has had no gradient", dead, lines=lines)
         if not watch.group.era[0]:
             counts = {
                 f"steps of optimizer {number}": count
