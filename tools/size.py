@@ -57,8 +57,9 @@ FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_443,
     "mingpt/": 13_191,
-    "all Python": 175_656,
-    "tests/": 82_447,
+    "cluster/audit": 13_195,
+    "all Python": 179_961,
+    "tests/": 84_651,
     "tools/": 31_049,
     "variants/mixed_precision.py": 67,
     "variants/multinode_spawn.py": 129,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster import audit
-from tests.cluster.trainings import RIGHT, WRONG
+from tests.helpers.trainings import RIGHT, WRONG
 from tools.run.launch import DISTRIBUTED, launch, plant
 from tools.run.processes import Program
 from tools.scripts import ROOT
@@ -307,7 +307,7 @@ def test_planted(tmp_path, name):
 def trained(folder, name):
     """The same of one of trainings.py."""
     events = folder / "events"
-    words = [*TORCHRUN, ROOT / "tests/cluster/trainings.py", name]
+    words = [*TORCHRUN, ROOT / "tests/helpers/trainings.py", name]
     env = audit.environment(events)
     return judge(events, Program(words, folder, **env).finish())
 

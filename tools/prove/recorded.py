@@ -20,7 +20,8 @@ from tools.prove.inputs import PLACE, all_named, digest, digest_of_file
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
-SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?\w+\.py|tests/(?!helpers/|.*md$).*"
+SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
+SHARED += r"|tests/(?!helpers/|.*md$).*"
 LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}
