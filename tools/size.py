@@ -58,7 +58,7 @@ OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_443,
     "mingpt/": 13_191,
     "cluster/audit": 13_195,
-    "all Python": 179_961,
+    "all Python": 179_965,
     "tests/": 84_651,
     "tools/": 31_049,
     "variants/mixed_precision.py": 67,
