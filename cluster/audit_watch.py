@@ -794,13 +794,14 @@ class Steps:
         self.read(optimizer, number, "before")
 
     def look_for_dead(self):
-        """A layer without gradients, in front of one that has some."""
+        """Of what runs, the first has no gradient, and something behind it has."""
         self.dead = first = None
-        for each, (name, lines) in watch.passes.ran.items():
+        for each, found in watch.passes.ran.items():
             if each in self.moved:
-                self.dead = self.dead or first
-            elif each.requires_grad and each in self.held:
-                first = first or (each, name, lines)
+                self.dead = first
+                return
+            if first is None and each.requires_grad and each in self.held:
+                first = (each, *found)
                 if each not in self.asked:  # a gradient may be taken away again
                     handle = each.register_post_accumulate_grad_hook(self.arrive)
                     self.asked[each] = handle
