@@ -709,7 +709,9 @@ class Steps:
         self.held = by_identity()  # by an optimizer
         self.moved = by_identity()  # have had a gradient
         self.asked = by_identity()  # say when they get one
-        self.still = {}  # {an optimizer's number: [weights, step, reads since, ...]}
+        # {an optimizer's number: [its weights, the step that made them, how often they
+        # were read, the gradients then, lines of the step, lines that made it]}
+        self.still = {}
         self.fresh = set()  # lines of backward passes whose gradients are kept
         self.dropped = {}  # and of others: the lines that set their gradients to zero
 
@@ -850,9 +852,9 @@ class Steps:
 
     def look_at_change(self, optimizer, number, facts):
         value = facts["value"]
-        still = self.still.setdefault(number, [value, 0, 0, None, ()])
+        still = self.still.setdefault(number, [value, 0, 0, None, (), ()])
         if value != still[0]:
-            self.still[number] = [value, facts["step"], 0, None, ()]
+            self.still[number] = [value, facts["step"], 0, None, (), ()]
             watch.note("learns")
             return
         # A part may be empty or frozen, and gradients may have become zero.
@@ -916,17 +918,17 @@ class Steps:
 
     def end(self):
         learns = any(since for _, since, *_ in self.still.values())
-        for number, (_, since, reads, gradients, *lines) in self.still.items():
+        for number, (_, since, reads, gradients, here, made) in self.still.items():
             if reads < 3 or (gradients == 0 and learns):
                 continue  # one of several may wait for its turn
-            kind, at = "learns", lines[0]
+            kind, lines = "learns", here
             if watch.passes.sharded and gradients is None and not since:
-                kind, at = "early", lines[1]
+                kind, lines = "early", made
                 if watch.passes.hidden:
-                    kind, at = "hidden", watch.passes.hidden
+                    kind, lines = "hidden", watch.passes.hidden
             when = f" since step {since}" if since else ""
             wrong = f"optimizer {number} has changed no weight{when}"
-            watch.note(kind, wrong, lines=at)
+            watch.note(kind, wrong, lines=lines)
         if self.done > 2:
             each, name, lines = self.dead or (None, "", where())
             dead = self.dead and each not in self.moved
