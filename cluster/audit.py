@@ -31,7 +31,7 @@ ROUNDING = 1e-6  # by this share of their size, means of equal weights may diffe
 LEVELS = ("MISTAKE", "RISK", "COST")  # the worst first
 WATCH = Path(__file__).resolve().parent / "audit_watch.py"
 DOCS = WATCH.parents[1] / "docs"
-if not (DOCS / "audit.md").exists():  # copied away
+if not (DOCS / "convert_your_script").is_dir():  # copied away
     DOCS = None
 PYTORCH = "https://docs.pytorch.org/docs/stable"
 SITE = """
@@ -49,18 +49,6 @@ module.begin({site!r})
 # Without `ok`, a check finds the cause of what another one sees. Without `needs`, it is
 # of what few scripts use. `help` is a section of our pages, `see` a page of PyTorch's.
 CHECKS = """
-[settings]
-level = MISTAKE
-rule = equal
-group = weights
-ok = all ranks' optimizers have the same settings
-wrong = the optimizer's settings differ between the ranks
-needs = two ranks
-why = Each rank takes steps of a different size, and the weights drift apart.
-fix = Use the same optimizer, scheduler and changes of the rate on all ranks.
-help = theory.md#the-effective-batch-and-the-learning-rate
-see = generated/torch.nn.parallel.DistributedDataParallel.html
-
 [start]
 level = MISTAKE
 rule = weights
@@ -119,6 +107,16 @@ why = Its parameters get gradients in another place, which DDP does not average:
 fix = Call to(), cpu(), cuda() or float() before DistributedDataParallel(model), or wrap
     the model again.
 help = 2_multigpu.md#wrap-the-model-in-ddp
+see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[rate]
+level = MISTAKE
+rule = weights
+group = weights
+wrong = the ranks' learning rates differ, and then their weights
+why = Each rank takes steps of a different size, and the weights drift apart.
+fix = Use the same scheduler, and the same changes of the rate, on all ranks.
+help = theory.md#the-effective-batch-and-the-learning-rate
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
 [moved]
@@ -233,7 +231,7 @@ see = data.html
 
 [order]
 level = MISTAKE
-rule = alone
+rule = order
 group = order
 ok = each epoch has a different order of samples
 wrong = all epochs have the same order of samples
@@ -285,7 +283,7 @@ see = distributed.html
 
 [early]
 level = MISTAKE
-rule = alone
+rule = learns
 group = learns
 wrong = the optimizer was made before the model was sharded
 why = fully_shard() replaces the model's parameters. The optimizer holds the old ones,
@@ -296,7 +294,7 @@ see = distributed.fsdp.fully_shard.html
 
 [hidden]
 level = MISTAKE
-rule = alone
+rule = learns
 group = learns
 wrong = FSDP does not find the outputs of the model
 why = It looks for tensors in what forward() returns, to know when gradients come. In an
@@ -307,7 +305,7 @@ see = distributed.fsdp.fully_shard.html
 
 [learns]
 level = MISTAKE
-rule = alone
+rule = learns
 group = learns
 ok = the optimizer changes the weights
 wrong = the optimizer changes no weight
@@ -326,8 +324,8 @@ group = learns
 ok = the first layers that run get gradients, as those behind them do
 wrong = a layer is called, and its parameters never get a gradient
 needs = some steps
-why = Something detaches it from the loss, such as detach() or a conversion to a number,
-    so that it keeps its first values.
+why = Something detaches it from the loss, such as detach(), no_grad() or a conversion
+    to a number, so that it keeps its first values.
 fix = Remove that. If you want it, freeze the layer by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
 see = notes/autograd.html
@@ -429,18 +427,6 @@ needs = a file that is saved, and two ranks
 why = Two processes that write at once can leave a file that nobody can load.
 fix = Save under `if rank == 0:`.
 help = 2_multigpu.md#print-and-save-on-rank-0-only
-see = notes/serialization.html
-
-[optimizer]
-level = RISK
-rule = alone
-group = optimizer
-ok = a snapshot has the optimizer's state
-wrong = a snapshot lacks an optimizer's state
-needs = two snapshots of one file, and an optimizer that has a state
-why = A resumed run begins without momentum, and its loss jumps.
-fix = Save optimizer.state_dict() of each optimizer, too, and load it.
-help = 1_single_gpu.md#save-and-resume
 see = notes/serialization.html
 
 [in_place]
@@ -572,14 +558,14 @@ class Run:
     """A command that has ended: the events of its processes that trained."""
 
     def __init__(self, folder):
-        statuses = [int(path.read_text()) for path in Path(folder).glob("*.status")]
+        statuses = [int(path.read_text()) for path in folder.glob("*.status")]
         # The command's exit status, on one machine that failed if there is one
         self.status = max(statuses, key=abs, default=None)
         self.torch = False  # whether any process has imported it
         self.failed = []  # errors of the watch and of the rules
         self.places = {}  # {a check: where what it asks for was seen}
         ranks = {}
-        for path in sorted(Path(folder).glob("*.jsonl")):  # the oldest first
+        for path in sorted(folder.glob("*.jsonl")):  # the oldest first
             whole = path.read_text().rpartition("\n")[0]
             events = [
                 json.loads(line, object_hook=Event) for line in whole.splitlines()
@@ -591,7 +577,7 @@ class Run:
                 ranks[rank] = events  # after a restart, the last process counts
                 for event in events:
                     event["rank"] = rank
-        self.ranks = {rank: ranks[rank] for rank in sorted(ranks)}
+        self.ranks = dict(sorted(ranks.items()))
         self.every = sum(self.ranks.values(), [])  # events, by rank
         self.steps = max([event.step for event in self.every], default=0)
 
@@ -730,8 +716,10 @@ def weights(run, kind):
         cause, lines = cause_of(pairs, at, names[at])
         if kind == cause:
             seen = tell(names[at][0], mine, its)
-            if cause == "apart":
-                seen += "; " + of_gradients(*pairs[at - 1])
+            if cause in ("apart", "rate"):
+                before, its_before = pairs[at - 1]
+                seen += f"; gradients {before.gradients} and {its_before.gradients}"
+                seen += f", learning rates {mine.rate} and {its.rate}"
             yield Event(mine, lines=lines), seen
     if averaged and kind == "weights":
         raise Unseen(averaged)
@@ -753,6 +741,29 @@ def scaled_alone(run, kind):
                     yield mine, f"the gradient of {name} was scaled to {pair}"
 
 
+def learns(run, kind):
+    """The weights of an optimizer have stayed the same since some step."""
+    since = {}  # {(rank, optimizer): the steps since its weights have changed}
+    for event in needed(run.events("weights")):
+        same = since.setdefault((event.rank, event.optimizer), [event])
+        if event.value != same[0].value:
+            same[:] = [event]
+        elif event.slopes is not None and event.rate and sum(event.value.values()) > 0:
+            same.append(event)
+    some_learn = any(same[0].step for same in since.values())
+    for first, *others in since.values():
+        if len(others) < 3 or (others[-1].gradients == 0 and some_learn):
+            continue  # one of several may wait for its turn
+        last = others[-1]
+        cause, lines = "learns", last.lines
+        if last.sharded and last.gradients is None and not first.step:
+            cause, lines = last.sharded
+        if kind == cause:
+            seen = f"rank {last.rank} has changed no weight since step {first.step}"
+            yield Event(last, lines=lines), seen
+    needed(some_learn)
+
+
 def replaced(mine, its, mine_then, its_then):
     """Whether one rank kept its weights when they became equal: they are no average."""
     kept = not differences(mine.value, mine_then.value)
@@ -765,24 +776,19 @@ def cause_of(pairs, at, names):
     if not mine.step:
         return "start", mine.lines
     if set(names) <= set(mine.unwrapped or ()):
-        return "unwrapped", mine.unwrapped_lines
+        return "unwrapped", mine.unwrapped[names[0]]
     for kind in ("bypass", "unsent", "converted"):
         lines = mine.hints.get(kind) or its.hints.get(kind)
         if lines:
             return kind, lines
     if pairs[at - 1][0].step == mine.step:
         return "moved", mine.lines
+    if mine.rate != its.rate:
+        return "rate", mine.lines
     for later, _ in pairs[at:]:
         if "bypass" in later.hints:  # before a wrapper was made
             return "bypass", later.hints["bypass"]
     return ("weights" if mine.unwrapped is None else "apart"), mine.lines
-
-
-def of_gradients(mine, its):
-    if mine.gradients is None:
-        return "look at its gradients"
-    same = math.isclose(mine.gradients, its.gradients, rel_tol=ROUNDING)
-    return f"its gradients {'were equal' if same else 'differed, too'}"
 
 
 def samples(run, kind):
@@ -809,13 +815,29 @@ def samples(run, kind):
 
 def data(run, kind):
     """Under one number, a sample is the same for each rank, or augmented."""
-    values = {}
-    for event in run.events(kind):
-        values.setdefault((event.rank, str(event.key)), []).append(event.value)
-    again = [both for both in values.values() if len(both) > 1]
-    if not again or any(each != both[0] for both in again for each in both):
-        raise Unseen
-    yield from equal(run, kind)
+    by_number = run.of(kind).values()
+    rows = [event.value for by_rank in by_number for event in by_rank.values()]
+    needed(any(len(each) > 1 for each in rows))
+    needed(all(len(set(each)) == 1 for each in rows))
+    for mine, its in needed(run.pairs(kind)):
+        if mine.value[0] != its.value[0]:
+            yield mine, f"sample {mine.key[1]} is another one on rank {its.rank}"
+
+
+def order(run, kind):
+    """Two passes over a loader that begin with the same samples."""
+    before = {}  # {(rank, loader): the first samples of the last pass}
+    compared = False
+    for by_rank in run.of("trained").values():
+        for event in by_rank.values():
+            begin = [sample[:9] for sample in event.value[:8]]  # no noise that is added
+            place = event.rank, event.key[0]
+            if event.indexed and len(begin) == 8:
+                if begin == before.get(place) != sorted(begin):
+                    yield event, f"two epochs began with the samples {begin[:3]}"
+                compared = compared or place in before
+                before[place] = begin
+    needed(compared)
 
 
 def once(run, kind):
@@ -832,24 +854,8 @@ def met(run, kind):
         if 2 * len(common) < len(mine.value):
             if not mine.met and not its.met:
                 yield mine, "no collective followed before the next step or the end"
-            run.places[kind] = short((mine.met or its.met)[0])
-
-
-RULES = {
-    rule.__name__: rule
-    for rule in (
-        equal,
-        weights,
-        scaled_alone,
-        samples,
-        differ,
-        data,
-        one_rank,
-        once,
-        met,
-        alone,
-    )
-}
+            place = short((mine.met or its.met)[0])
+            run.places[kind] = f" (at {place}: are all results in it?)"
 
 
 # The report
@@ -868,7 +874,7 @@ def judge(run):
         if check.group in findings:
             continue
         try:
-            found = next(RULES[check.rule](run, kind), None)
+            found = next(globals()[check.rule](run, kind), None)
         except Unseen as lack:
             needs = str(lack) or check.needs
             if check.ok and needs:
@@ -877,20 +883,16 @@ def judge(run):
             run.failed.append(Event(wrong=f"{error!r} in the check [{kind}]"))
         else:
             if found:
-                findings[check.group] = finding_of(check, *found)
+                event, check["seen"] = found
+                check["lines"] = event.lines or ["a line of no file of yours:0"]
+                check["code"] = code_at(check.lines[0])
+                check["help"] = (
+                    f"{DOCS}/{check.help}" if DOCS else f"{PYTORCH}/{check.see}"
+                )
+                findings[check.group] = check
             elif check.ok:
-                place = run.places.get(kind)
-                also = f" (at {place}: are all results in it?)" if place else ""
-                fine.append(check.ok + also)
+                fine.append(check.ok + run.places.get(kind, ""))
     return list(findings.values()), fine, unchecked
-
-
-def finding_of(check, event, seen):
-    lines = event.lines or ["a line of no file of yours:0"]
-    finding = Event(check, lines=lines, seen=seen, step=event.step)
-    finding["code"] = code_at(lines[0])
-    finding["help"] = f"{DOCS}/{check.help}" if DOCS else f"{PYTORCH}/{check.see}"
-    return finding
 
 
 def code_at(line):
@@ -910,31 +912,31 @@ def counted(number, word):
 
 
 def levels(findings):
-    """("2 mistakes, 1 risk", how many are mistakes)"""
+    """How many there are of each level, in words."""
     found = collections.Counter(finding.level for finding in findings)
-    words = [counted(found[level], level.lower()) for level in LEVELS if found[level]]
-    return ", ".join(words), found["MISTAKE"]
+    return ", ".join(counted(found[level], level.lower()) for level in LEVELS)
 
 
-def verdict(run, findings, fine, unchecked, strict=False):
+def ended(run):
+    if run.status is None:
+        return "nobody has written down how your command ended"
+    return f"your command exited with {run.status}"
+
+
+def verdict(run, findings, strict=False):
     """(the last line, the exit status)"""
-    words, mistakes = levels(findings)
-    if mistakes or (strict and findings):
-        places = ", ".join(short(finding.lines[0]) for finding in findings)
-        return f"AUDIT FAILED: {words} ({places})", 1
+    fail = [each for each in findings if strict or each.level == "MISTAKE"]
+    if fail:
+        places = ", ".join(short(finding.lines[0]) for finding in fail)
+        return f"AUDIT FAILED: {levels(findings)} ({places})", 1
     if run.failed:
         return "AUDIT INCOMPLETE: the audit itself failed, as it says above", 2
-    if run.status is None:
-        return "AUDIT INCOMPLETE: nobody has written down how your command ended", 2
-    if run.status:
-        failed = f"your command failed with {run.status}, so that nothing is proven"
-        return f"AUDIT INCOMPLETE: {failed}", 2
+    if run.status != 0:
+        return f"AUDIT INCOMPLETE: {ended(run)}, so that nothing is proven", 2
     if len(run.ranks) < 2:
         several = "type a command that starts several, such as torchrun's"
         return f"AUDIT INCOMPLETE: one process, so no ranks to compare; {several}", 0
-    also = f", but {words}" if findings else ""
-    checked = f"no mistakes in {len(fine)} checks{also}; {len(unchecked)} not checked"
-    return f"AUDIT PASSED: {checked}", 0
+    return f"AUDIT PASSED: {levels(findings)}", 0
 
 
 def tell_list(title, items):
@@ -943,34 +945,22 @@ def tell_list(title, items):
         print(*[f"  {item}" for item in items], sep="\n")
 
 
-def report(run, as_json, strict):
+def report(run, strict):
     """Print what a run has shown; returns the exit status."""
     findings, fine, unchecked = judge(run)
-    last, status = verdict(run, findings, fine, unchecked, strict)
-    if as_json:
-        whole = {"findings": findings, "ok": fine, "not checked": unchecked}
-        whole |= {"verdict": last, "steps": run.steps, "status": run.status}
-        print(json.dumps(whole | {"failed": run.failed}, indent=1))
-        return status
-    words, mistakes = levels(findings)
-    if not mistakes:
-        words = ", ".join(filter(None, ["0 mistakes", words]))
+    last, status = verdict(run, findings, strict)
+    ranks = counted(len(run.ranks), "rank")
     print(
-        f"\nAUDIT: {words.upper()}, {len(fine)} ok, {len(unchecked)} not checked.",
-        end=" ",
+        f"\nAUDIT: {levels(findings)}; {len(fine)} ok, {len(unchecked)} not checked."
+        f" {run.steps} steps on {ranks}; {ended(run)}."
     )
-    ended = f"your command exited with {run.status}"
-    if run.status is None:
-        ended = "nobody has written down how your command ended"
-    print(f"{run.steps} steps on {counted(len(run.ranks), 'rank')}; {ended}.")
     for number, finding in enumerate(findings, 1):
-        place = short(finding.lines[0])
-        print(f"{place}: {finding.level} {number}: {finding.wrong}")
-    for number, finding in enumerate(findings, 1):
-        places = ", called from ".join(map(short, finding.lines))
-        print(f"\n{finding.level} {number}   {places}")
+        place, *callers = map(short, finding.lines)
+        print(f"\n{place}: {finding.level} {number}: {finding.wrong}")
         for row in ("code", "seen", "why", "fix", "help"):
             print(f"  {row.capitalize():<5} {finding[row]}")
+        for caller in callers:
+            print(f"  From  {caller}")
     lacks = [f"{title} (needs {lack})" for title, lack in unchecked.items()]
     tell_list(f"NOT CHECKED ({len(lacks)}), could still be wrong", lacks)
     tell_list(f"OK ({len(fine)})", fine)
@@ -997,7 +987,7 @@ def environment(folder, **settings):
 
 
 def start(command, folder, **settings):
-    """Run a command under watch, to its end: its exit status."""
+    """Run a command under watch, to its end."""
     if list(folder.glob(f"*-{socket.gethostname()}-*.jsonl")):
         raise BadInput(f"{folder} holds an earlier audit: name another folder")
     env = {**os.environ, **environment(folder, **settings)}
@@ -1006,18 +996,11 @@ def start(command, folder, **settings):
     except OSError as error:
         raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
     try:
-        while process.poll() is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                continue  # the command has received it, too, and ends
+        process.wait()
     finally:
-        if process.poll() is None:  # somebody ends the audit
-            process.terminate()
-            process.wait()
-    ended = folder / f"{socket.gethostname()}.status"
-    ended.write_text(str(process.returncode))
-    return process.returncode
+        process.terminate()  # if somebody ends the audit
+        process.wait()
+    (folder / f"{socket.gethostname()}.status").write_text(str(process.returncode))
 
 
 # Against another command
@@ -1027,21 +1010,23 @@ anew in each epoch, or turn noise and augmentation off"""
 
 
 def weights_of(run):
-    """{(optimizer, step): event} of one process."""
-    events = next(iter(run.ranks.values()))
-    weights = [event for event in events if event.kind == "weights"]
-    return {(event.optimizer, event.step): event for event in weights}
+    """{optimizer: {step: event}} of one process."""
+    found = {}
+    for event in next(iter(run.ranks.values())):
+        if event.kind == "weights":
+            found.setdefault(event.optimizer, {})[event.step] = event
+    return found
 
 
 def first_difference(one, other, words, offset=0):
-    """(event, what), where the weights of two processes begin to differ, or None.
+    """(event, what), where the weights of two runs begin to differ, or None.
 
-    one, other: see `weights_of`. words: what the two are called. offset: how many steps
-    the other did not make.
+    one, other: {step: event} of an optimizer. words: what the two are called. offset:
+    how many steps the other did not make.
     """
     before = None
-    for (number, step), mine in one.items():
-        its = other.get((number, step - offset))
+    for step, mine in one.items():
+        its = other.get(step - offset)
         if its is None:
             continue
         if len(mine.value) != len(its.value):
@@ -1073,17 +1058,16 @@ def cause(before):
     return f"{samples}, or a mean of unequal means"
 
 
-def tell_comparison(args, found, fine):
+def tell_comparison(found, fine):
     """Print how a comparison ended; returns the exit status."""
-    last = f"AUDIT PASSED: {fine}"
-    if found:
-        event, what = found
-        last = f"AUDIT FAILED: {what}"
-        if event.lines:
-            line = event.lines[0]
-            last = f"{short(line)}: {code_at(line)}\n{last}"
-    print(json.dumps({"findings": found or [], "verdict": last}) if args.json else last)
-    return 1 if found else 0
+    if not found:
+        print(f"AUDIT PASSED: {fine}")
+        return 0
+    event, what = found
+    for line in event.lines or []:
+        print(f"{short(line)}: {code_at(line)}")
+    print(f"AUDIT FAILED: {what}")
+    return 1
 
 
 def like(args, folder, settings):
@@ -1091,23 +1075,23 @@ def like(args, folder, settings):
     settings = settings | {"like": True, "every_step": True}
     runs = []
     for name, command in (("other", shlex.split(args.like)), ("this", args.command)):
-        status = start(command, folder / name, **settings)
+        start(command, folder / name, **settings)
         run = Run(folder / name)
-        if status:
-            why = "its error is above; the audit computes in float64"
-            raise BadInput(f"{shlex.join(command)} failed: {why}")
-        if not run.ranks:
-            why = "has it resumed from the snapshot of the other command?"
-            raise BadInput(f"{shlex.join(command)} made no step: {why}")
+        if run.status or not run.ranks:
+            why = "has it failed in float64, or resumed from the other's snapshot?"
+            raise BadInput(f"{shlex.join(command)} made no step or failed: {why}")
         runs.append(run)
-    one, other = map(weights_of, runs)
-    found = first_difference(one, other, ["--like", "the command"])
-    if found is None and len(one) != len(other):
+    found = None
+    other = weights_of(runs[1])
+    for number, events in weights_of(runs[0]).items():
+        words = "--like", "the command"
+        found = found or first_difference(events, other.get(number, {}), words)
+    if not found and runs[0].steps != runs[1].steps:
         found = Event(), f"--like made {runs[0].steps} steps, not {runs[1].steps}"
     if found and any(run.events("noise") for run in runs):
         raise BadInput(NOISE)
     fine = f"the weights of both are equal in {runs[0].steps} steps"
-    return tell_comparison(args, found, fine)
+    return tell_comparison(found, fine)
 
 
 # After a kill
@@ -1117,57 +1101,37 @@ def survive(args, folder, settings):
     """Kill a rank, start again, and compare with a run that nobody has killed."""
     if not args.snapshot:
         raise BadInput("--kill needs --snapshot FILE, from which your script resumes")
-    aside = Path(f"{args.snapshot}.before-audit")
-    if aside.exists():
-        raise BadInput(f"{aside} is there, from an audit that was cut short: move it")
-    had_one = args.snapshot.exists()
-    if had_one:
-        args.snapshot.rename(aside)
+    if args.snapshot.exists():
+        raise BadInput(f"{args.snapshot} is there, and would be resumed: move it away")
     runs = []
-    try:
-        for name in ("whole", "killed", "again"):
-            print(f"audit: the {name} run begins", file=sys.stderr)
-            kill = {"kill": args.kill} if name == "killed" else {}
-            how = {**settings, **kill, "every_step": True, "states": True}
-            start(args.command, folder / name, **how)
-            runs.append(Run(folder / name))
-            if name == "whole" and args.snapshot.exists():
-                shutil.move(args.snapshot, folder / "whole.pt")
-    finally:
-        if args.snapshot.exists():
-            shutil.move(args.snapshot, folder / "again.pt")
-        if had_one:
-            aside.rename(args.snapshot)
+    for name in ("whole", "killed", "again"):
+        print(f"audit: the {name} run begins", file=sys.stderr)
+        how = {**settings, "every_step": True, "states": True}
+        if name == "killed":
+            how["kill"] = args.kill
+        start(args.command, folder / name, **how)
+        runs.append(Run(folder / name))
+        if name != "killed" and args.snapshot.exists():
+            shutil.move(args.snapshot, folder / name / "snapshot")
     whole, killed, again = runs
-    if not whole.ranks:
-        raise BadInput("the command made no step")
     if not (folder / "killed" / "killed").exists():
         raise BadInput(f"the command made less than {args.kill} steps")
     last = again if again.ranks else killed  # torchrun may have restarted it
     if again.status:
         raise BadInput("the command failed when it was started again")
-    one, other = map(weights_of, (whole, last))
-    for number in sorted({number for number, _ in other}):
-        parts = [
-            {key: event for key, event in events.items() if key[0] == number}
-            for events in (one, other)
-        ]
-        begin, found = resumed(*parts)
+    for number, events in weights_of(last).items():
+        begin, found = resumed(weights_of(whole)[number], events)
         if found:
             break
     fine = f"resumed at step {begin}, with the weights of a whole run"
-    return tell_comparison(args, found, fine)
+    return tell_comparison(found, fine)
 
 
 def resumed(one, other):
     """(the step at which the other run went on, what differs): of one optimizer."""
-    left, made = [max(step for _, step in events) for events in (one, other)]
-    (_, first), *_ = other.items()
-    begins = [
-        step
-        for (_, step), its in one.items()
-        if not differences(first.value, its.value)
-    ]
+    left, made = max(one), max(other)
+    first = next(iter(other.values()))
+    begins = [step for step in one if not differences(first.value, one[step].value)]
     # Weights may stand still: then the step that leaves as many as were made.
     begin = min(begins, key=lambda step: abs(left - step - made), default=None)
     what = ""
@@ -1194,7 +1158,6 @@ def parse():
     add("--like", metavar="COMMAND", help="compare with this command")
     add("--batches", type=int, help="end each epoch after so many")
     add("--strict", action="store_true", help="fail for a risk or a cost, too")
-    add("--json", action="store_true", help="print JSON")
     add("--folder", type=Path, help="keep the events there")
     add("--read", type=Path, help="report what a folder holds")
     add("--kill", type=int, metavar="N", help="kill a rank after step N")
@@ -1212,25 +1175,22 @@ def watch(args, folder, settings):
         start(args.command, folder, **settings)
     run = Run(folder)
     if not run.ranks:
-        seen = "made a step that the audit saw" if run.torch else "imported torch"
-        ignored = "" if run.torch else "; python -E and -I ignore the audit"
-        what = f"no process of the command {seen} (status {run.status}){ignored}"
-        raise BadInput(what)
-    return report(run, args.json, args.strict)
+        seen = "imported torch (python -E and -I ignore the audit)"
+        if run.torch:
+            seen = "made a step that the audit saw"
+        raise BadInput(f"no process of the command {seen}; {ended(run)}")
+    return report(run, args.strict)
 
 
 def main():
     args = parse()
-    settings = {"batches": args.batches} if args.batches else {}
+    settings = {"batches": args.batches}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # and end the command, too
+    signal.signal(signal.SIGINT, lambda *_: None)  # the command ends by it, too
     with tempfile.TemporaryDirectory(prefix="audit-") as temporary:
         folder = args.read or args.folder or Path(temporary)
         folder = folder.resolve()
-        how = watch
-        if args.like:
-            how = like
-        elif args.kill:
-            how = survive
+        how = like if args.like else survive if args.kill else watch
         try:
             status = how(args, folder, settings)
         except BadInput as error:

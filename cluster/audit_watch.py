@@ -3,15 +3,15 @@
 A generated sitecustomize.py calls `begin` when Python starts. As soon as the process
 has imported torch, PyTorch's own hooks and a few wrapped functions note what happens:
 one line of JSON for each event, in a file of the process's own. Nothing here sends
-anything to another rank, draws a random number, or changes a tensor. An error in here
-is an event, too, and the run goes on.
+anything to another rank, draws a random number, or changes a number in a tensor. An
+error in here is an event, too, and the run goes on.
 """
 
 import atexit
 import collections
 import contextlib
 import functools
-import importlib.util
+import importlib
 import json
 import os
 import pkgutil
@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 import zlib
+from importlib.machinery import PathFinder
 from multiprocessing import util
 
 FIRST_STEPS = 20  # tensors are read in each of these steps, and then rarely:
@@ -31,7 +32,6 @@ COLUMNS = 1024  # so many numbers of a sample are enough to know it again
 SAMPLES = 1_000_000  # so many samples are written down
 TESTED = 100  # and so many of each evaluation
 PROBES = 100  # so many of a data set are compared between ranks
-CHUNK = 1 << 24  # so many numbers of a tensor are copied at a time
 # Before or after which function of whom which method of the watch is called
 PATCHES = """
 before torch.utils.data.dataloader._BaseDataLoaderIter _reset      batches.restart
@@ -97,7 +97,7 @@ def begin(site):
     if "torch" in sys.modules:  # a process that was forked
         attach()
     else:
-        sys.meta_path.insert(0, Finder())
+        sys.meta_path.insert(0, Finder)
     sys.path[:] = [entry for entry in sys.path if entry != site]
     ours = sys.modules.pop("sitecustomize", None)
     try:
@@ -110,16 +110,9 @@ def begin(site):
 class Finder:
     """Finds torch as Python would, and attaches the watch when it is imported."""
 
-    searching = False
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch" or self.searching:
-            return None
-        self.searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.searching = False
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name) if name == "torch" else None
         if spec:
             execute = spec.loader.exec_module
 
@@ -221,33 +214,21 @@ def part_of(tensor):
     return [number for number, cut in cuts if cut.is_shard()]
 
 
-def numbers(tensors):
-    """The numbers that tensors of one element hold, after one wait for the device."""
-    if not tensors:
-        return []
-    device = tensors[0].device
-    return torch.stack([tensor.to(device) for tensor in tensors]).tolist()
-
-
 def sizes(named):
     """{name: mean absolute value} of {name: tensor}.
 
     The names tell the parts of a split tensor apart, so that only like parts meet.
     """
-    means = {}
-    with torch.no_grad():
-        for name, tensor in named.items():
-            part = local(tensor)
-            if part.layout == torch.sparse_coo:
-                part = part.coalesce().values()
-            if part.is_floating_point() and part.layout == torch.strided:
-                exact = torch.float32 if part.device.type == "mps" else torch.float64
-                # A large tensor, copied as float64, might not fit into memory.
-                chunks = part.reshape(-1).split(CHUNK)
-                total = sum(chunk.abs().sum(dtype=exact) for chunk in chunks)
-                title = f"mean absolute value of {name}{part_of(tensor) or ''}"
-                means[title] = total / max(1, part.numel())
-        return dict(zip(means, numbers(list(means.values())), strict=True))
+    found = {}
+    for name, tensor in named.items():
+        part = local(tensor)
+        if part.layout == torch.sparse_coo:
+            part = part.coalesce().values()
+        if part.is_floating_point() and part.layout == torch.strided:
+            norm = torch.linalg.vector_norm(part, 1, dtype=torch.float64).item()
+            title = f"mean absolute value of {name}{part_of(tensor) or ''}"
+            found[title] = norm / max(1, part.numel())
+    return found
 
 
 def slope(gradient):
@@ -272,12 +253,8 @@ def tensors_in(value):
 def hashes(value, count=None):
     """A text for each sample in a batch, the same for the same numbers."""
     found = []
-    with torch.no_grad():
-        for tensor in map(local, tensors_in(value)):
-            if not tensor.dim() or not tensor.numel() or tensor.is_complex():
-                continue
-            if tensor.layout != torch.strided:
-                continue
+    for tensor in map(local, tensors_in(value)):
+        if tensor.dim() and tensor.numel() and tensor.layout == torch.strided:
             count = count or len(tensor)
             if len(tensor) == count:
                 rows = tensor.reshape(count, -1)
@@ -305,11 +282,9 @@ def parameters_of(optimizer):
 
 
 def gradients_of(optimizer):
-    found = {}
-    for place, each in enumerate(parameters_of(optimizer)):
-        if each.grad is not None:
-            found[place] = each.grad
-    return found
+    """{place: gradient}"""
+    places = enumerate(parameters_of(optimizer))
+    return {place: each.grad for place, each in places if each.grad is not None}
 
 
 def total(named):
@@ -322,27 +297,11 @@ def address_of_gradient(optimizer):
     return local(next(iter(found.values()))).data_ptr() if total(found) else 0
 
 
-def settings_of(optimizer):
-    """{name: value} of what is a number, or a tuple of numbers."""
-    found = {}
-    for place, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if isinstance(value, (int, float, tuple)):
-                found[f"{key} of group {place}"] = value
-    return found
-
-
 def has_modes(module):
     """Whether some part of it computes another thing in evaluation mode."""
-    normalizes = torch.nn.modules.batchnorm._NormBase
-    return any(
-        getattr(part, "p", 0)
-        or getattr(part, "dropout", 0)
-        or isinstance(part, normalizes)
-        for part in module.modules()
-    )
+    names = "p", "dropout", "drop_prob", "track_running_stats"
+    values = [getattr(part, name, 0) for part in module.modules() for name in names]
+    return any(value for value in values if isinstance(value, (float, bool)))
 
 
 class Watch:
@@ -379,7 +338,7 @@ class Watch:
 
     def end(self):
         if self.file is not None:
-            for part in ("evaluations", "steps", "files", "group"):
+            for part in ("evaluations", "steps", "group"):
                 safe(f"{part}.end")()
             self.file.close()
         self.file = None
@@ -397,7 +356,6 @@ class Batches:
         self.made = collections.Counter()  # {lines: how many loaders were made there}
         self.pending = []  # batches: nobody knows yet what they are used for
         self.passes = {}  # {(use, loader): {iteration: its number among these}}
-        self.begins = {}  # {(loader, pass): its first samples}
 
     def make(self, result, loader, *args, **kwargs):
         lines = str(where())
@@ -424,14 +382,12 @@ class Batches:
             self.make(None, loader)
         self.iterations += 1
         self.epoch_began = watch.steps.done
-        shared = "DistributedSampler" in type(loader.sampler).__name__
-        shared = shared and getattr(loader.sampler, "num_replicas", 2) > 1
+        shares = getattr(loader.sampler, "num_replicas", 2) > 1
         iterator._audit_facts = {
             "loader": self.names[loader],
             "iteration": self.iterations,
-            "shared": shared,
+            "shared": shares and "DistributedSampler" in type(loader.sampler).__name__,
         }
-        iterator._audit_length = len(loader.dataset) if shared else None
         iterator._audit_given = 0
 
     def deliver(self, data, iterator):
@@ -441,21 +397,21 @@ class Batches:
         if not isinstance(indices, list):
             indices = [indices]
         indexed = all(hasattr(index, "__index__") for index in indices)
-        on_cpu = all(each.device.type == "cpu" for each in tensors_in(data))
         rows = []
-        if on_cpu and self.samples < SAMPLES:
+        if self.samples < SAMPLES:
             rows = hashes(data, len(indices) if indexed else None)
-        # A sampler may give a number to several ranks whose data are not the same.
         value = rows
         if indexed:
-            found = [f"{int(index):09}" for index in indices]
-            value = [" ".join(pair) for pair in zip(found, rows, strict=False)]
-            if facts["shared"]:
-                value = found
+            value = [f"{int(index):09}" for index in indices]
+            if not facts["shared"]:  # one number may be several samples
+                value = [" ".join(pair) for pair in zip(value, rows, strict=False)]
         self.samples += len(value)
         lengths = {len(each) for each in tensors_in(data) if each.dim() > 1}
-        wrong = f"one has 1 row, another has {len(indices)}"
-        watch.note("rows", wrong, lengths == {1, len(indices)})
+        watch.note(
+            "rows",
+            f"tensors of one batch have {sorted(lengths)} rows",
+            lengths == {1, len(indices)},
+        )
         if watch.evaluations.running:
             self.flush("evaluated")
         # Somebody may have only looked at a batch of this loader, or at all of another.
@@ -467,12 +423,10 @@ class Batches:
         ]
         facts = {**facts, "indexed": indexed, "value": value, "lines": where()}
         self.pending.append(facts)
-        if facts["shared"] and rows:
-            for index, row in zip(map(int, indices), rows, strict=True):
+        if facts["shared"]:
+            for index, row in zip(map(int, indices), rows, strict=False):
                 if index < PROBES:
-                    sample = {f"sample {index}": row}
-                    sample["the data set's length"] = iterator._audit_length
-                    watch.emit("data", key=[facts["loader"], index], value=sample)
+                    watch.emit("data", key=[facts["loader"], index], value=[row])
 
     def exhaust(self, iterator):
         """The epoch of a loader ends, of which a batch or two may wait to be used."""
@@ -493,21 +447,8 @@ class Batches:
             number = passes.setdefault(facts["iteration"], len(passes))
             if self.samples < SAMPLES:
                 watch.emit(use, key=[facts["loader"], number], **facts)
-            if use == "trained" and facts["indexed"]:
-                self.look_at_order(facts, number)
         self.pending = []
         watch.evaluations.running = False
-
-    def look_at_order(self, facts, number):
-        begin = self.begins.setdefault((facts["loader"], number), [])
-        if len(begin) < 8:
-            begin += [each[:9] for each in facts["value"]]  # no noise that is added
-            if number and len(begin) >= 8:
-                before = self.begins[facts["loader"], number - 1]
-                same = begin[:8] == before[:8] != sorted(begin[:8])
-                first = [int(each) for each in begin[:3]]
-                wrong = f"two epochs began with the samples {first}"
-                watch.note("order", wrong, same, lines=facts["lines"])
 
 
 class Passes:
@@ -527,7 +468,6 @@ class Passes:
         self.averaged = by_identity()  # by DDP: {it: its name}
         self.ran = by_identity()  # {parameter: name, lines of the layer's call}
         self.modes = by_identity()  # {parameter: training}
-        self.known = weakref.WeakSet()  # modules whose parameters are in `ran`
         self.thread = threading.get_ident()
         self.awaiting = weakref.WeakKeyDictionary()  # {wrapper: (lines, sends)}
         self.sends = weakref.WeakKeyDictionary()  # {wrapper: [lines, times sent]}
@@ -571,11 +511,10 @@ class Passes:
                 parts = module.modules()
         if not torch.is_grad_enabled():
             return
-        if module not in self.known:
-            self.known.add(module)
-            for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=False):
+            if parameter not in self.ran:
                 name = self.names.get(parameter, ["a parameter"])[0]
-                self.ran.setdefault(parameter, (name, where()))
+                self.ran[parameter] = (name, where())
         if type(module).__name__.startswith("FSDP"):
             self.sharded = True
         for wrapper in parts:
@@ -596,8 +535,7 @@ class Passes:
         with_gradients = torch.is_grad_enabled()
         training = getattr(module, "module", module).training  # without the wrapper
         # Between a forward and a backward pass, it is a teacher's.
-        running = not (training or with_gradients or self.fresh)
-        watch.evaluations.running = running
+        watch.evaluations.running = not (training or with_gradients or self.fresh)
         if with_gradients:
             self.fresh = True
             averaged = any(parameter in self.averaged for parameter in parameters)
@@ -608,10 +546,9 @@ class Passes:
             if watch.steps.reads():
                 self.look_at_pass(module, parameters, training, [args, kwargs])
         elif not training:
-            drawn = watch.steps.reads() and random_state(parameters[0].device)
             if self.random and not any(part.training for part in module.modules()):
-                wrong = "random numbers were drawn in eval()"
-                watch.note("chance", wrong, drawn != self.random)
+                drawn = random_state(parameters[0].device) != self.random
+                watch.note("chance", "random numbers were drawn in eval()", drawn)
             watch.evaluations.add(module, parameters, [args, kwargs])
 
     def look_at_pass(self, module, parameters, training, given):
@@ -685,8 +622,7 @@ class Evaluations:
         for lines, result in self.results.items():
             samples = hash(str(result["value"]))
             if result["value"] and samples in self.tested:
-                key = [lines, watch.steps.done]
-                watch.emit("met", key=key, lines=lines, **result)
+                watch.emit("met", key=[lines, watch.steps.done], lines=lines, **result)
             self.tested.add(samples)
         self.results = {}
 
@@ -707,11 +643,7 @@ class Steps:
         self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
         self.old = weakref.WeakKeyDictionary()  # {optimizer: where an old gradient is}
         self.held = by_identity()  # by an optimizer
-        self.moved = by_identity()  # have had a gradient
-        self.asked = by_identity()  # say when they get one
-        # {an optimizer's number: [its weights, the step that made them, how often they
-        # were read, the gradients then, lines of the step, lines that made it]}
-        self.still = {}
+        self.moved = by_identity()  # {parameter: whether it has had a gradient}
         self.fresh = set()  # lines of backward passes whose gradients are kept
         self.dropped = {}  # and of others: the lines that set their gradients to zero
 
@@ -728,8 +660,6 @@ class Steps:
 
     def hold(self, result, optimizer, *args, **kwargs):
         self.made[optimizer] = where()
-        for each in parameters_of(optimizer):
-            self.held[each] = True
 
     def backward(self, fresh):
         if fresh and not self.stepping:
@@ -758,17 +688,7 @@ class Steps:
             watch.note("twice", f"sent {times} times", again, 3, lines=lines)
         if passes.unsent:
             passes.hints.setdefault("unsent", passes.unsent)
-        lost = [self.dropped[each] for each in self.fresh if each in self.dropped]
-        wrong = "zero_grad() came after a backward pass, and before the step"
-        self.losses = self.losses + 1 if lost else 0
-        if self.losses in (0, 3):
-            watch.note("lost", wrong, lost, lines=(*lost, where())[0])
-        # Another tensor may have been put in the place of the old gradient.
-        old = self.old.pop(optimizer, 0)
-        kept = old and old == address_of_gradient(optimizer)
-        wrong = "each gradient was added to those of earlier steps"
-        watch.note("zeroed", wrong, kept, 3)
-        self.look_at_scale("scaled", 3)
+        self.look_at_gradients(optimizer)
         if settings.get("like"):
             device = parameters_of(optimizer)[0].device
             drawn = watch.batches.iterations, random_state(device)
@@ -781,13 +701,26 @@ class Steps:
             self.look_for_unheld(optimizer)
         self.stepping = True
 
+    def look_at_gradients(self, optimizer):
+        """Whether they are lost, old or scaled."""
+        lost = [self.dropped[each] for each in self.fresh if each in self.dropped]
+        wrong = "zero_grad() came after a backward pass, and before the step"
+        self.losses = self.losses + 1 if lost else 0
+        if self.losses in (0, 3):
+            watch.note("lost", wrong, lost, lines=(*lost, where())[0])
+        # Another tensor may have been put in the place of the old gradient.
+        old = self.old.pop(optimizer, 0)
+        kept = old and old == address_of_gradient(optimizer)
+        watch.note("zeroed", "each was added to those of earlier steps", kept, 3)
+        self.look_at_scale("scaled", 3)
+
     def look_at(self, optimizer, number):
         parameters = parameters_of(optimizer)
         trains = [watch.passes.modes.get(each) for each in parameters]
         evaluates = False in trains and True not in trains
         watch.note("mode", "the model was in eval() mode", evaluates, 3)
         for each in parameters:
-            self.held[each] = True  # others may have been put there
+            self.held[each] = True
             if each.grad is not None:
                 self.moved[each] = True
                 if each.grad.is_sparse:
@@ -799,14 +732,14 @@ class Steps:
         """Of what runs, the first has no gradient, and something behind it has."""
         self.dead = first = None
         for each, found in watch.passes.ran.items():
-            if each in self.moved:
+            if self.moved.get(each):
                 self.dead = first
                 return
             if first is None and each.requires_grad and each in self.held:
                 first = (each, *found)
-                if each not in self.asked:  # a gradient may be taken away again
-                    handle = each.register_post_accumulate_grad_hook(self.arrive)
-                    self.asked[each] = handle
+                if each not in self.moved:  # a gradient may be taken away again
+                    each.register_post_accumulate_grad_hook(self.arrive)
+                    self.moved[each] = False
 
     def arrive(self, parameter):
         self.moved[parameter] = True
@@ -819,20 +752,23 @@ class Steps:
         key = [number, era, count - first.setdefault(number, count), when]
         facts = {"optimizer": number, "step": step, "key": key}
         named = {}
-        facts["unwrapped"] = [] if passes.averaged else None
+        unwrapped = {}
         for place, each in enumerate(parameters_of(optimizer)):
             name, lines = passes.names.get(each, ("a parameter", where()))
             if name in named:
                 name = f"{name} ({place})"
             named[name] = each
-            if passes.averaged and each not in passes.averaged:
-                facts["unwrapped"].append(f"mean absolute value of {name}")
-                facts["unwrapped_lines"] = lines
+            if each not in passes.averaged:
+                unwrapped[f"mean absolute value of {name}"] = lines
             if len(part_of(each)) > passes.sharded:
                 watch.note("parallel")
+        facts["unwrapped"] = unwrapped if passes.averaged else None
         shapes = [(name, tuple(each.shape)) for name, each in named.items()]
         facts["model"] = zlib.crc32(str(shapes).encode())
         facts["hints"] = dict(passes.hints)
+        if passes.sharded:
+            early = "early", self.made.get(optimizer, ())
+            facts["sharded"] = ("hidden", passes.hidden) if passes.hidden else early
         facts["rate"] = max(
             float(each.get("lr") or 1) for each in optimizer.param_groups
         )
@@ -840,42 +776,25 @@ class Steps:
         if settings.get("states"):
             facts["drawn"] = random_state(parameters_of(optimizer)[0].device)
         if when == "before":
-            facts["gradients"] = total(gradients_of(optimizer))
+            gradients = gradients_of(optimizer)
+            if gradients or not any(each.requires_grad for each in named.values()):
+                facts["gradients"] = total(gradients)
             facts["slopes"] = {
                 name: slope(each.grad)
                 for name, each in named.items()
                 if each.grad is not None and each.numel() > 3
             }
-            watch.emit("settings", **{**facts, "value": settings_of(optimizer)})
-            self.look_at_change(optimizer, number, facts)
         watch.emit("weights", **facts)
-
-    def look_at_change(self, optimizer, number, facts):
-        value = facts["value"]
-        still = self.still.setdefault(number, [value, 0, 0, None, (), ()])
-        if value != still[0]:
-            self.still[number] = [value, facts["step"], 0, None, (), ()]
-            watch.note("learns")
-            return
-        # A part may be empty or frozen, and gradients may have become zero.
-        can_move = facts["rate"] and any(value.values())
-        if can_move and (facts["gradients"] or not still[1]):
-            trains = any(each.requires_grad for each in parameters_of(optimizer))
-            gradients = facts["gradients"]
-            if trains and not facts["slopes"]:
-                gradients = None
-            made = self.made.get(optimizer, ())
-            still[2:] = [still[2] + 1, gradients, where(), made]
 
     def look_for_unheld(self, optimizer):
         averaged = watch.passes.averaged
-        left = ""
-        for each, (name, _) in watch.passes.names.items():
-            trained = each in averaged and each.grad is not None
-            if trained and each not in self.held:
-                left = name
+        left = [
+            name
+            for each, (name, _) in watch.passes.names.items()
+            if each in averaged and each.grad is not None and each not in self.held
+        ]
         if averaged:
-            wrong = f"{left} has a gradient, and no optimizer holds it"
+            wrong = f"no optimizer holds {left}, which get gradients"
             watch.note("unheld", wrong, left, lines=self.made.get(optimizer, where()))
 
     def after(self, optimizer, *args):
@@ -917,21 +836,9 @@ class Steps:
             watch.note(kind, "the gradients were still scaled", bad, times)
 
     def end(self):
-        learns = any(since for _, since, *_ in self.still.values())
-        for number, (_, since, reads, gradients, here, made) in self.still.items():
-            if reads < 3 or (gradients == 0 and learns):
-                continue  # one of several may wait for its turn
-            kind, lines = "learns", here
-            if watch.passes.sharded and gradients is None and not since:
-                kind, lines = "early", made
-                if watch.passes.hidden:
-                    kind, lines = "hidden", watch.passes.hidden
-            when = f" since step {since}" if since else ""
-            wrong = f"optimizer {number} has changed no weight{when}"
-            watch.note(kind, wrong, lines=lines)
         if self.done > 2:
             each, name, lines = self.dead or (None, "", where())
-            dead = self.dead and each not in self.moved
+            dead = self.dead and not self.moved.get(each)
             watch.note("dead", f"{name} has had no gradient", dead, lines=lines)
         if not watch.group.era[0]:
             counts = {
@@ -974,12 +881,9 @@ class Files:
     """What is saved."""
 
     last_saved = None  # the path of a snapshot
-    in_parts = False
 
     def __init__(self):
         self.saved = set()  # paths
-        self.states = {}  # {path: of how many optimizers it has the state}
-        self.snapshots = []  # (how many optimizers had a state, lines)
 
     def save(self, obj, f, *args, **kwargs):
         path = getattr(f, "name", None) if hasattr(f, "write") else f
@@ -991,45 +895,27 @@ class Files:
             watch.emit("file", key=f"{host}:{path}")
         if isinstance(obj, torch.nn.Module):
             obj = obj.state_dict(keep_vars=True)
-        if not isinstance(obj, dict):
-            caller = sys._getframe(3).f_code.co_filename
-            # torch.distributed.checkpoint's files are not whole snapshots.
-            self.in_parts |= "checkpoint" in os.path.dirname(caller)
-            return
-        tensors, states = parts_of(obj)
-        if not tensors and not states:
-            return
-        self.states[path or len(self.states)] = sum(map(bool, states))
+        tensors = named_tensors(obj) if isinstance(obj, dict) else []
         optimizers = watch.steps.numbers
         trained = sum(map(parameters_of, optimizers), [])
         shapes = {tensor.shape for _, tensor in tensors}
-        if not {each.shape for each in trained} <= shapes:
-            return  # no weights: a log
-        if again and path == self.last_saved:
-            name = os.path.basename(path)
-            watch.note("in_place", f"{name} was opened to be overwritten")
-        self.last_saved = path
+        if tensors and {each.shape for each in trained} <= shapes:  # else it is a log
+            if again and path == self.last_saved:
+                watch.note("in_place", "the file was opened to be overwritten")
+            self.last_saved = path
+            self.look_at(tensors)
+
+    def look_at(self, tensors):
         for name, tensor in tensors:
-            if tensor.is_floating_point() and not tensor.is_meta:
+            if not tensor.is_meta:
                 bad = bool(local(tensor).isnan().any())
                 watch.note("nan", f"{name} holds NaN", bad)
-        self.look_at_keys(tensors)
-        needed = sum(bool(optimizer.state) for optimizer in optimizers)
-        if needed and not self.in_parts:
-            self.snapshots.append((needed, where()))
-
-    def look_at_keys(self, tensors):
-        """Only names of what is trained count: an average has others, rightly."""
-        averaged = watch.passes.averaged
-        trained = {
-            local(each).data_ptr(): averaged.get(each) for each in watch.steps.held
-        }
-        for name, tensor in tensors:
-            if local(tensor).data_ptr() in trained:
-                own = trained[local(tensor).data_ptr()]  # may have a `module`, too
-                wrapped = name != own and name.startswith(("module.", "_orig_mod."))
-                watch.note("keys", f"the key {name} was saved", wrapped)
-                return
+        names = {name for name, _ in tensors}
+        own = set(watch.passes.averaged.values())
+        wrapped = [name for name in names - own if name.partition(".")[2] in own]
+        if wrapped or names & own:
+            wrong = f"the key {wrapped[:1]} was saved"
+            watch.note("keys", wrong, wrapped and not names & own)
 
     def rename(self, source, target):
         source = os.path.realpath(source)
@@ -1039,31 +925,15 @@ class Files:
                 watch.note("in_place")
                 watch.emit("file", key=f"{host}:{os.path.realpath(target)}")
 
-    def end(self):
-        if len(self.snapshots) > 1:  # a single one is the result
-            needed, lines = self.snapshots[-1]
-            lacks = sum(self.states.values()) < needed
-            wrong = "the file lacks an optimizer's state"
-            watch.note("optimizer", wrong, lacks, lines=lines)
 
-
-def is_state(value):
-    """Whether it is an optimizer, or the state of one."""
-    is_saved = isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
-    return is_saved or isinstance(value, torch.optim.Optimizer)
-
-
-def parts_of(snapshot):
-    """([(key, tensor), ...], [state of an optimizer, ...])"""
-    tensors = []
-    states = []
-    leaves = torch.utils._pytree.tree_leaves_with_path(snapshot, is_leaf=is_state)
-    for path, leaf in leaves:
-        if is_state(leaf):
-            states.append(leaf["state"] if isinstance(leaf, dict) else leaf.state)
-        elif isinstance(leaf, torch.Tensor):
-            tensors.append((str(getattr(path[-1], "key", "")), leaf))
-    return tensors, states
+def named_tensors(snapshot):
+    """[(key, tensor), ...]"""
+    leaves = torch.utils._pytree.tree_leaves_with_path(snapshot)
+    return [
+        (str(getattr(path[-1], "key", "")), leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def watch_batches():
@@ -1072,7 +942,7 @@ def watch_batches():
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     advance = iterator.__next__
     length = loader.__len__
-    most = settings.get("batches", sys.maxsize)
+    most = settings.get("batches") or sys.maxsize
     deliver = safe("batches.deliver")
     exhaust = safe("batches.exhaust")
 
@@ -1112,10 +982,6 @@ def make_exact(module, args):
         module.training = False
     if isinstance(getattr(module, "dropout", None), float):
         module.dropout = 0.0  # of attention, or of a recurrent layer
-    # Some were made from other tensors, such as the weights of a loss.
-    for tensor in [*module.parameters(False), *module.buffers(False)]:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.double()
     return exact(args)
 
 
@@ -1176,9 +1042,8 @@ def check_names():
         try:
             eval(name, {"torch": torch})
         except AttributeError as error:
-            version = torch.__version__
-            why = f"PyTorch {version} has no {name}: take a newer audit"
-            raise RuntimeError(why) from error
+            here = f"PyTorch {torch.__version__} has no {name}"
+            raise RuntimeError(f"{here}: take a newer audit") from error
 
 
 def at_end(watch):

@@ -1,15 +1,14 @@
 """cluster/audit.py on scripts with planted mistakes: each is found, and no other."""
 
-import json
+import re
 import shlex
 import sys
 from argparse import Namespace
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from cluster import audit
+from cluster import audit, audit_watch
 from tests.helpers.trainings import RIGHT, WRONG
 from tools.run.launch import DISTRIBUTED, launch, plant
 from tools.run.processes import Program
@@ -18,261 +17,15 @@ from tools.scripts import ROOT
 pytestmark = pytest.mark.waits
 
 
-class Mistake(NamedTuple):
-    """A line of a script that is changed, and what the audit says of it."""
-
-    script: str
-    changes: list  # of (old, new)
-    found: str  # the name of the check
-    line: str  # a text of the line that is named
-    options: tuple = ()
-
-
-MODEL = "model = torch.nn.Linear(20, 1)"
-NORMALIZED = (
-    "model = torch.nn.Sequential(torch.nn.Linear(20, 1), torch.nn.BatchNorm1d(1))"
-)
-BUFFERS = "            dist.broadcast(contiguous, src=0)  # rank 0 sends\n"
-EVALUATED = "sampler = range(rank, len(eval_set), world_size)  # each sample once"
-SPLIT = """torch.utils.data.random_split(
-        utils.MyTrainDataset(2560), [2048, 512], torch.Generator().manual_seed(SEED)
-    )"""
-
-TRAIN_SET = """train_set = utils.MyTrainDataset(2048)
-    eval_set = utils.MyTrainDataset(512, seed=1)"""
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-
-MISTAKES = {
-    "each rank splits the data by itself": Mistake(
-        "multigpu.py",
-        [
-            (
-                TRAIN_SET,
-                "train_set, eval_set = " + SPLIT.replace("SEED", "time.time_ns()"),
-            )
-        ],
-        "data",
-        "in self.train_data:",
-    ),
-    "buffers differ": Mistake(
-        "multigpu.py",
-        [(MODEL, NORMALIZED), (BUFFERS, "")],
-        "state",
-        "output = self.model(source)",
-    ),
-    "evaluation is padded": Mistake(
-        "multigpu.py",
-        [
-            (EVALUATED, "sampler = torch.utils.data.DistributedSampler(eval_set)"),
-            ("MyTrainDataset(512", "MyTrainDataset(511"),
-        ],
-        "once",
-        "in self.eval_data:",
-    ),
-    "the snapshot is overwritten": Mistake(
-        "multigpu.py",
-        [("utils.save_atomically(snap", "torch.save(snap")],
-        "in_place",
-        "torch.save(snapshot",
-    ),
-    "the wrapper is saved": Mistake(
-        "multigpu.py",
-        [('"MODEL_STATE": self.model', '"MODEL_STATE": self.ddp_model')],
-        "keys",
-        "torch.save(snapshot",
-    ),
-    "the group stays": Mistake(
-        "multigpu.py",
-        [("    dist.destroy_process_group()\n", "")],
-        "destroyed",
-        "init_process_group(",
-    ),
-    "gradients are scaled when they are clipped": Mistake(
-        "variants/mixed_precision.py",
-        [("self.scaler.unscale_(self.optimizer)", "pass")],
-        "clip",
-        "clip_grad_norm_(",
-        ("--precision", "fp16"),
-    ),
-    "no_sync is gone": Mistake(
-        "variants/gradient_accumulation.py",
-        [
-            (
-                "contextlib.nullcontext() if last else self.ddp_model.no_sync()",
-                "contextlib.nullcontext()",
-            )
-        ],
-        "twice",
-        "self.ddp_model(source[micro])",
-    ),
-    "no_sync is there for the last": Mistake(
-        "variants/gradient_accumulation.py",
-        [("contextlib.nullcontext() if last else", "")],
-        "unsent",
-        "self.ddp_model(source[micro])",
-    ),
-}
-
-
 AFTER = "docs/convert_your_script/after.py"
-SUMMED = (
-    "    loss, correct, total = sum_over_processes([loss, correct, total], device)\n"
-)
-
-MISTAKES |= {
-    "sums of a test stay": Mistake(
-        AFTER, [(SUMMED, "")], "met", "output = model(images)"
-    ),
-    "an optimizer of copies": Mistake(
-        AFTER,
-        [
-            (
-                "Adam(model.parameters()",
-                "Adam([w.detach().clone() for w in model.parameters()]",
-            )
-        ],
-        "learns",
-        "optimizer.step()",
-    ),
-    "all ranks save": Mistake(
-        AFTER,
-        [
-            (
-                "if dist.get_rank() == 0:\n        save_atomically",
-                # One after the other: at once, one would miss the other's file.
-                "if dist.get_rank() == 0:\n        save_atomically(values, path)\n"
-                "    dist.barrier()\n"
-                "    if dist.get_rank() == 1:\n        save_atomically",
-            )
-        ],
-        "file",
-        "torch.save(snapshot",
-    ),
-    "no seed for each rank": Mistake(
-        AFTER,
-        [("args.seed + epoch * world_size + rank", "args.seed + epoch")],
-        "random",
-        "model(images)",
-    ),
-    "backward alone is in no_sync": Mistake(
-        AFTER,
-        [("loss.backward()", "with model.no_sync():\n            loss.backward()")],
-        "no_sync",
-        "loss.backward()",
-    ),
-    "all pick the same batch": Mistake(
-        AFTER,
-        [
-            (
-                "        images, labels = images.to(device), labels.to(device)\n"
-                "        optimizer",
-                "        pick = torch.Generator().manual_seed(batch_idx)\n"
-                "        pick = torch.randint(1000, (30,), generator=pick).tolist()\n"
-                "        images = torch.stack([loader.dataset[i][0] for i in pick])\n"
-                "        labels = torch.stack([loader.dataset[i][1] for i in pick])\n"
-                "        optimizer",
-            )
-        ],
-        "inputs",
-        "model(images)",
-    ),
-    "betas differ": Mistake(
-        AFTER,
-        [
-            (
-                "    epochs_run = 0",
-                "    optimizer.param_groups[0]['betas'] = (0.9, 0.99 - rank / 100)\n"
-                "    epochs_run = 0",
-            )
-        ],
-        "settings",
-        "optimizer.step()",
-    ),
-    "one rank loads other weights": Mistake(
-        AFTER,
-        [
-            (
-                "    epochs_run = 0",
-                "    model.conv1.bias.data += rank\n    epochs_run = 0",
-            )
-        ],
-        "start",
-        "optimizer.step()",
-    ),
-    "NaN is saved": Mistake(
-        AFTER,
-        [
-            (
-                "save_once(snapshot, SNAPSHOT)",
-                'snapshot["MODEL_STATE"]["linear.bias"] += '
-                "float('nan')\n        save_once(snapshot, SNAPSHOT)",
-            )
-        ],
-        "nan",
-        "torch.save(snapshot",
-    ),
-}
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+TEXTS = (ROOT / "tests/cluster/mistakes.diff").read_text().split("\n\n")[1:]
+MISTAKES = {text.partition("\n")[0]: text for text in TEXTS}
+CHANGE = re.compile(r"((?:\n-.*)+)((?:\n\+.*)*)")
 
 
-MODEL_MADE = "ddp_model = nn.parallel.DistributedDataParallel(model)"
-ZERO = "        optimizer.zero_grad()\n"
-ADAM = "optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)"
-AVERAGE = "torch.optim.swa_utils.AveragedModel"
-UPDATE = (
-    "optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))"
-)
-
-MISTAKES |= {
-    "gradients pile up": Mistake(AFTER, [(ZERO, "")], "zeroed", "optimizer.step()"),
-    "evaluation mode stays": Mistake(
-        AFTER, [("    model.train()\n", "")], "mode", "optimizer.step()"
-    ),
-    "the last layer is in no optimizer": Mistake(
-        AFTER,
-        [(ADAM, ADAM.replace("model.", "model.conv2."))],
-        "unheld",
-        "torch.optim.Adam(",
-    ),
-    "a layer is unfrozen after the wrap": Mistake(
-        AFTER,
-        [
-            (
-                MODEL_MADE,
-                f"model.linear.requires_grad_(False)\n    {MODEL_MADE}\n"
-                "    model.linear.requires_grad_(True)",
-            )
-        ],
-        "unwrapped",
-        "DistributedDataParallel(",
-    ),
-    "rank 0 alone updates an average": Mistake(
-        AFTER,
-        [
-            (
-                f"    {ADAM}\n",
-                f"    {ADAM}\n    average = {AVERAGE}(model)\n    rank or {UPDATE}\n",
-            ),
-            ("test(model, device, test_loader)", "test(average, device, test_loader)"),
-        ],
-        "state",
-        "output = model(images)",
-    ),
-    "one of two optimizers is saved": Mistake(
-        AFTER,
-        [
-            (
-                ADAM,
-                "half = [model.linear.weight]\n    global second\n"
-                "    second = torch.optim.Adam(half, lr=0.001)\n"
-                f"    {ADAM}\n    optimizer.param_groups[0]['params'].pop(4)",
-            ),
-            ("        optimizer.step()\n", "        optimizer.step(), second.step()\n"),
-            (ZERO, f"{ZERO}        second.zero_grad()\n"),
-        ],
-        "optimizer",
-        "torch.save(snapshot",
-    ),
-}
+def without_signs(lines):
+    return "".join(line[1:] + "\n" for line in lines.split("\n")[1:])
 
 
 def judged(folder, script, *options, **settings):
@@ -291,17 +44,23 @@ def judge(events, done):
     run = audit.Run(events)
     assert run.ranks, done.stdout + done.stderr
     assert not run.failed, run.failed
-    return audit.judge(run)
+    findings, fine, unchecked = audit.judge(run)
+    mistakes = [each for each in findings if each.level == "MISTAKE"]
+    assert audit.verdict(run, findings)[1] == bool(mistakes)
+    assert audit.verdict(run, findings, strict=True)[1] == bool(findings)
+    return findings, fine, unchecked
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted(tmp_path, name):
-    mistake = MISTAKES[name]
-    script = plant(mistake.script, tmp_path, *mistake.changes)
-    findings, _, _ = judged(tmp_path, script, *mistake.options)
-    assert [each["mistake"] for each in findings] == [mistake.found], findings
+    words, check, code = MISTAKES[name].split("\n")[1].split(" | ")
+    script, *options = words.split()
+    changes = [map(without_signs, both) for both in CHANGE.findall(MISTAKES[name])]
+    script = plant(script, tmp_path, *changes)
+    findings, _, _ = judged(tmp_path, script, *options)
+    assert [each["mistake"] for each in findings] == [check], findings
     named = [audit.code_at(line) for line in findings[0]["lines"]]
-    assert any(mistake.line in code for code in named), findings
+    assert any(code in line for line in named), findings
 
 
 def trained(folder, name):
@@ -337,23 +96,17 @@ def test_clean(tmp_path, name):
     assert len(fine) > 10
 
 
-HARMLESS = {
-    "a rank looks at all samples first": (
-        "    model = Net().to(device)\n",
-        "    for _ in DataLoader(train_set, 50):\n        pass\n"
-        "    model = Net().to(device)\n",
-    ),
-    "a log of losses that is saved": (
-        "        save_once(snapshot, SNAPSHOT)\n",
-        "        save_once(snapshot, SNAPSHOT)\n        if rank == 0:\n"
-        "            torch.save({'losses': torch.ones(99999).log10() / 0}, 'log.pt')\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_change(tmp_path, name):
-    findings, fine, _ = judged(tmp_path, plant(AFTER, tmp_path, HARMLESS[name]))
+def test_harmless_changes(tmp_path):
+    """A rank looks at all samples first, and losses are saved in a log."""
+    looks = "    for _ in DataLoader(train_set, 50):\n        pass\n"
+    makes = "    model = Net().to(device)\n"
+    saves = "        save_once(snapshot, SNAPSHOT)\n"
+    logs = "        torch.save({'losses': torch.ones(99999).log10() / 0}, 'log.pt')\n"
+    changes = (
+        (makes, looks + makes),
+        (saves, f"{saves}        if rank == 0:\n    {logs}"),
+    )
+    findings, fine, _ = judged(tmp_path, plant(AFTER, tmp_path, *changes))
     assert not findings, findings
     assert len(fine) > 10
 
@@ -408,14 +161,14 @@ def in_forks(monkeypatch, tmp_path):
 
     def start(command, events, **settings):
         env = audit.environment(events, **settings)
-        return Program(command, tmp_path, **env).finish().returncode
+        Program(command, tmp_path, **env).finish()
 
     monkeypatch.setattr(audit, "start", start)
     monkeypatch.chdir(tmp_path)
 
 
 def arguments(**given):
-    return Namespace(command=shlex.split(TOGETHER), json=False, **given)
+    return Namespace(command=shlex.split(TOGETHER), **given)
 
 
 @pytest.mark.parametrize("cause", DIFFERENT)
@@ -449,14 +202,46 @@ RESUMED = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 @pytest.mark.parametrize("change", [(), (RESUMED, "")])
 def test_kill(tmp_path, in_forks, capsys, change):
     plant(AFTER, tmp_path, *filter(None, [change]))
-    snapshot = tmp_path / "stripes_snapshot.pt"
-    snapshot.write_text("the reader's own")
-    args = arguments(kill=20, snapshot=snapshot)
+    args = arguments(kill=20, snapshot=tmp_path / "stripes_snapshot.pt")
     status = audit.survive(args, tmp_path / "events", {})
     printed = capsys.readouterr().out
     assert status == bool(change), printed
     assert ("resumed at step 16" if not status else "after step 17") in printed
-    assert snapshot.read_text() == "the reader's own"
+    with pytest.raises(audit.BadInput, match="is there, and would be resumed"):
+        audit.survive(arguments(kill=20, snapshot=tmp_path), tmp_path, {})
+
+
+def steps(*weights):
+    return {
+        step: audit.Event(value={"w": each}, rate=1, gradients=1, lines=[])
+        for step, each in enumerate(weights)
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([2.0, 3.0, 4.0], None),
+        ([2.0, 3.0, 5.0], "w after step 4 was 4 in the whole run, 5 in the resumed"),
+        ([2.0, 3.0, 4.0, 5.0], "made 3 steps, not 2: is an epoch repeated?"),
+        ([0.0, 1.0, 2.0, 3.0, 4.0], "it did not resume all that it trains"),
+        ([9.0, 9.5], "with weights that the whole run never had"),
+    ],
+)
+def test_resumed(weights, said):
+    begin, found = audit.resumed(steps(0.0, 1.0, 2.0, 3.0, 4.0), steps(*weights))
+    if said:
+        assert said in found[1]
+    else:
+        assert (begin, found) == (2, None)
+
+
+def test_a_name_that_pytorch_has_given_up(monkeypatch):
+    monkeypatch.setattr(audit_watch, "torch", torch, raising=False)
+    audit_watch.check_names()
+    monkeypatch.setattr(audit_watch, "PRIVATE", "torch.nothing")
+    with pytest.raises(RuntimeError, match="has no torch.nothing: take a newer audit"):
+        audit_watch.check_names()
 
 
 def test_harmless(tmp_path):
@@ -482,19 +267,21 @@ def typed(folder, *words):
     return Program([sys.executable, script, *words], folder, real=True).finish()
 
 
-def test_typed(tmp_path):
+def test_typed(tmp_path, monkeypatch):
     plant(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
     words = shlex.split(TOGETHER)
-    done = typed(tmp_path, "--json", "--batches=4", f"--folder={tmp_path}/kept", *words)
+    done = typed(tmp_path, "--batches=4", f"--folder={tmp_path}/kept", *words)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = json.loads(done.stdout[done.stdout.index("\n{") :])
-    assert [each["mistake"] for each in found["findings"]] == ["order"]
-    assert found["steps"] == 8
-    assert "the process group is destroyed at the end" in found["ok"]
+    assert "MISTAKE 1: all epochs have the same order of samples" in done.stdout
+    assert "AUDIT: 1 mistake, 0 risks, 0 costs; " in done.stdout
+    assert ". 8 steps on 2 ranks; your command exited with 0." in done.stdout
+    assert "\n  the process group is destroyed at the end\n" in done.stdout
     again = typed(tmp_path, f"--read={tmp_path}/kept")
     assert again.returncode == 1
-    assert "\nAUDIT: 1 MISTAKE, " in again.stdout
-    assert "AUDIT FAILED: 1 mistake (after.py:" in again.stdout.splitlines()[-1]
+    assert again.stdout[again.stdout.index("AUDIT") :] in done.stdout
+    monkeypatch.setattr(audit, "DOCS", None)  # copied away
+    [finding], *_ = audit.judge(audit.Run(tmp_path / "kept"))
+    assert finding.help == "https://docs.pytorch.org/docs/stable/data.html"
     twice = typed(tmp_path, f"--folder={tmp_path}/kept", *words)
     assert twice.returncode == 2
     assert "holds an earlier audit" in twice.stderr
@@ -520,11 +307,16 @@ torch.compile(optimizer.step, backend="eager")()
 def test_pitfalls(tmp_path):
     """What a script may do, and a watched one, too."""
     (tmp_path / "script.py").write_text(PITFALLS)
-    done = typed(tmp_path, "python", "script.py")
+    done = typed(tmp_path, f"--folder={tmp_path}", "python", "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " steps on 1 rank; your command exited with 0" in done.stdout
     assert "audit itself failed" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith("AUDIT INCOMPLETE: one process")
+    for path in tmp_path.glob("*.status"):
+        path.unlink()
+    done = typed(tmp_path, f"--read={tmp_path}")
+    assert done.returncode == 2
+    assert "AUDIT INCOMPLETE: nobody has written down how" in done.stdout
 
 
 def test_ended(tmp_path):

@@ -5,7 +5,6 @@ though each does something that could be taken for a mistake.
 """
 
 import contextlib
-import copy
 import functools
 import itertools
 import sys
@@ -351,6 +350,57 @@ def gradients_taken_away_before_each_step():
         optimizer.step()
 
 
+class Branched(Net):
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(10, 4)
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.branch(x)
+        return y
+
+
+@right
+def a_teacher_and_a_branch_that_is_not_used():
+    ddp_model = DDP(model_of(Branched), find_unused_parameters=True)
+    teacher = model_of().eval()
+
+    def call(x):
+        y = ddp_model(x)
+        with torch.no_grad():
+            wanted = teacher(x)
+        return y - wanted
+
+    train(ddp_model, adam(ddp_model), shares(samples(161)), call=call)
+
+
+@right
+def steps_that_a_scaler_skips():
+    """It doubles the scale after each step, so that the next one overflows."""
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    for x, y in batches(shares()):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(ddp_model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@right
+def an_optimizer_that_waits():
+    ddp_model = DDP(model_of())
+    later = DDP(nn.Linear(10, 4))
+    of_later = adam(later, torch.optim.SGD)
+    train(
+        ddp_model,
+        adam(ddp_model),
+        call=lambda x: ddp_model(x) + 0 * later(x),
+        after=of_later.step,
+    )
+
+
 @right
 def workers_that_start_anew():
     workers_that_keep_the_first_epoch(keep=False)
@@ -383,29 +433,16 @@ def an_adversarial_pass():
 
 
 @right
-def averages_of_weights(outer=False):
+def averages_of_weights():
     model = model_of()
-    whole = copy.deepcopy(model)
-    of_whole = torch.optim.SGD(whole.parameters(), lr=0.7, momentum=0.9)
     steps = itertools.count(1)
 
     def after():
         if next(steps) % 4 == 0:
-            for mine, shared in zip(
-                model.parameters(), whole.parameters(), strict=True
-            ):
-                dist.all_reduce(mine.data.div_(dist.get_world_size()))
-                shared.grad = shared.data - mine.data
-            if outer:
-                of_whole.step()
-                model.load_state_dict(whole.state_dict())
+            for each in model.parameters():
+                dist.all_reduce(each.data.div_(dist.get_world_size()))
 
     train(model, adam(model), after=after)
-
-
-@right
-def an_outer_optimizer():
-    averages_of_weights(outer=True)
 
 
 @right
