@@ -57,9 +57,8 @@ FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_443,
     "mingpt/": 13_191,
-    "cluster/audit": 13_195,
-    "all Python": 179_965,
-    "tests/": 84_651,
+    "all Python": 178_680,
+    "tests/": 84_590,
     "tools/": 31_049,
     "variants/mixed_precision.py": 67,
     "variants/multinode_spawn.py": 129,

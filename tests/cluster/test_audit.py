@@ -19,7 +19,7 @@ pytestmark = pytest.mark.waits
 
 AFTER = "docs/convert_your_script/after.py"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-TEXTS = (ROOT / "tests/cluster/mistakes.diff").read_text().split("\n\n")[1:]
+TEXTS = (ROOT / "tests/helpers/mistakes.diff").read_text().split("\n\n")[1:]
 MISTAKES = {text.partition("\n")[0]: text for text in TEXTS}
 CHANGE = re.compile(r"((?:\n-.*)+)((?:\n\+.*)*)")
 
