@@ -407,11 +407,9 @@ class Batches:
                 value = [" ".join(pair) for pair in zip(value, rows, strict=False)]
         self.samples += len(value)
         lengths = {len(each) for each in tensors_in(data) if each.dim() > 1}
-        watch.note(
-            "rows",
-            f"tensors of one batch have {sorted(lengths)} rows",
-            lengths == {1, len(indices)},
-        )
+        if len(lengths) > 1:
+            wrong = f"tensors of one batch have {sorted(lengths)} rows"
+            watch.note("rows", wrong, lengths == {1, len(indices)})
         if watch.evaluations.running:
             self.flush("evaluated")
         # Somebody may have only looked at a batch of this loader, or at all of another.

@@ -353,12 +353,12 @@ def gradients_taken_away_before_each_step():
 class Branched(Net):
     def __init__(self):
         super().__init__()
-        self.branch = nn.Linear(10, 4)
+        self.branch = nn.Linear(32, 4)
 
     def forward(self, x):
-        y = super().forward(x)
-        self.branch(x)
-        return y
+        hidden = F.relu(self.first(x))
+        self.branch(hidden)
+        return self.last(self.norm(hidden))
 
 
 @right
@@ -372,7 +372,9 @@ def a_teacher_and_a_branch_that_is_not_used():
             wanted = teacher(x)
         return y - wanted
 
-    train(ddp_model, adam(ddp_model), shares(samples(161)), call=call)
+    whole = samples(161)  # the sampler gives one to both ranks
+    loader = DataLoader(whole, 8, sampler=DistributedSampler(whole))
+    train(ddp_model, adam(ddp_model), loader, call=call)
 
 
 @right
