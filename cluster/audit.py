@@ -235,7 +235,7 @@ rule = order
 group = order
 ok = each epoch has a different order of samples
 wrong = all epochs have the same order of samples
-needs = a second epoch
+needs = two passes over one loader that shuffles numbered samples
 why = The same batches come again in every epoch, and the model learns their order.
 fix = Call loader.sampler.set_epoch(epoch) before each epoch.
 help = 2_multigpu.md#shuffle-anew-in-every-epoch
@@ -561,7 +561,6 @@ class Run:
         statuses = [int(path.read_text()) for path in folder.glob("*.status")]
         # The command's exit status, on one machine that failed if there is one
         self.status = max(statuses, key=abs, default=None)
-        self.torch = False  # whether any process has imported it
         self.failed = []  # errors of the watch and of the rules
         self.places = {}  # {a check: where what it asks for was seen}
         ranks = {}
@@ -570,7 +569,6 @@ class Run:
             events = [
                 json.loads(line, object_hook=Event) for line in whole.splitlines()
             ]
-            self.torch = True
             self.failed += [event for event in events if event.kind == "failed"]
             if any(event.kind == "weights" for event in events):
                 rank = [event.rank for event in events if "rank" in event][-1]
@@ -670,7 +668,8 @@ def one_batch_for_all(run):
     if inputs and all(mine.value == its.value for mine, its in inputs):
         for mine, its in run.pairs("weights"):
             names = differences(mine.value, its.value)
-            if 0 < len(names) < len(mine.value):  # layers split by hand
+            split = mine.unwrapped is None and 0 < len(names) < len(mine.value)
+            if split:  # layers split by hand
                 return "ranks that have whole models"
     return ""
 
@@ -717,9 +716,12 @@ def weights(run, kind):
         if kind == cause:
             seen = tell(names[at][0], mine, its)
             if cause in ("apart", "rate"):
-                before, its_before = pairs[at - 1]
-                seen += f"; gradients {before.gradients} and {its_before.gradients}"
-                seen += f", learning rates {mine.rate} and {its.rate}"
+                one, other = pairs[at - 1]
+                seen += (
+                    f"; gradients {one.gradients or 0:.7g} and "
+                    f"{other.gradients or 0:.7g}, learning rates {mine.rate:.7g} and "
+                    f"{its.rate:.7g}"
+                )
             yield Event(mine, lines=lines), seen
     if averaged and kind == "weights":
         raise Unseen(averaged)
@@ -745,22 +747,26 @@ def learns(run, kind):
     """The weights of an optimizer have stayed the same since some step."""
     since = {}  # {(rank, optimizer): the steps since its weights have changed}
     for event in needed(run.events("weights")):
+        if event.slopes is None:
+            continue  # this one is after a step
         same = since.setdefault((event.rank, event.optimizer), [event])
-        if event.value != same[0].value:
+        if event.value != same[0].value and event.gradients != 0:  # no mere decay
             same[:] = [event]
-        elif event.slopes is not None and event.rate and sum(event.value.values()) > 0:
+        elif event.rate and sum(event.value.values()) > 0:
             same.append(event)
     some_learn = any(same[0].step for same in since.values())
     for first, *others in since.values():
-        if len(others) < 3 or (others[-1].gradients == 0 and some_learn):
-            continue  # one of several may wait for its turn
+        if len(others) < 3:
+            continue
         last = others[-1]
+        if some_learn and not last.gradients:
+            raise Unseen("gradients for each optimizer")  # one waits for its turn
         cause, lines = "learns", last.lines
         if last.sharded and last.gradients is None and not first.step:
             cause, lines = last.sharded
         if kind == cause:
-            seen = f"rank {last.rank} has changed no weight since step {first.step}"
-            yield Event(last, lines=lines), seen
+            seen = f"rank {last.rank}: no gradient changed a weight after {first.step}"
+            yield Event(last, lines=lines), f"{seen} steps"
     needed(some_learn)
 
 
@@ -794,15 +800,13 @@ def cause_of(pairs, at, names):
 def samples(run, kind):
     need_own_batches(run)
     unclear = False
-    events = needed(run.events("trained"))
-    batches = collections.Counter((event.rank, str(event.key)) for event in events)
-    padding = max(len(event.value) for event in events)  # the last batch is filled up
-    for mine, its in needed(run.pairs("trained")):
-        if batches[mine.rank, str(mine.key)] == 1 < max(batches.values()):
-            continue  # somebody has only looked at it
+    pairs = needed(run.pairs("trained"))
+    # One may be padding, or somebody has looked at it.
+    batch = max(len(event.value) for event in run.events("trained"))
+    for mine, its in pairs:
         same = set(mine.value) & set(its.value)
         count = len(its.value)
-        if len(same) > max(padding, count / 10):
+        if len(same) > max(batch, count / 10):
             times = collections.Counter(its.value)
             few = count - len(times) < count / 20
             if few or len(set(times.values())) == 1:
@@ -832,9 +836,9 @@ def order(run, kind):
         for event in by_rank.values():
             begin = [sample[:9] for sample in event.value[:8]]  # no noise that is added
             place = event.rank, event.key[0]
-            if event.indexed and len(begin) == 8:
-                if begin == before.get(place) != sorted(begin):
-                    yield event, f"two epochs began with the samples {begin[:3]}"
+            if event.indexed and len(begin) == 8 and begin != sorted(begin):
+                if begin == before.get(place):
+                    yield event, f"two began with {[int(each) for each in begin[:3]]}"
                 compared = compared or place in before
                 before[place] = begin
     needed(compared)
@@ -923,7 +927,7 @@ def ended(run):
     return f"your command exited with {run.status}"
 
 
-def verdict(run, findings, strict=False):
+def verdict(run, findings, unchecked, strict=False):
     """(the last line, the exit status)"""
     fail = [each for each in findings if strict or each.level == "MISTAKE"]
     if fail:
@@ -936,7 +940,7 @@ def verdict(run, findings, strict=False):
     if len(run.ranks) < 2:
         several = "type a command that starts several, such as torchrun's"
         return f"AUDIT INCOMPLETE: one process, so no ranks to compare; {several}", 0
-    return f"AUDIT PASSED: {levels(findings)}", 0
+    return f"AUDIT PASSED: {levels(findings)}; {len(unchecked)} not checked", 0
 
 
 def tell_list(title, items):
@@ -948,7 +952,7 @@ def tell_list(title, items):
 def report(run, strict):
     """Print what a run has shown; returns the exit status."""
     findings, fine, unchecked = judge(run)
-    last, status = verdict(run, findings, strict)
+    last, status = verdict(run, findings, unchecked, strict)
     ranks = counted(len(run.ranks), "rank")
     print(
         f"\nAUDIT: {levels(findings)}; {len(fine)} ok, {len(unchecked)} not checked."
@@ -1045,7 +1049,7 @@ def cause(before):
     if before is None:
         return "they begin with other weights, so that the rest cannot be compared"
     one, other = before
-    if one.drawn != other.drawn:
+    if one.noise and one.drawn != other.drawn:
         raise BadInput(NOISE)
     if one.rate != other.rate:
         rates = f"learning rates {one.rate} and {other.rate}"
@@ -1064,8 +1068,8 @@ def tell_comparison(found, fine):
         print(f"AUDIT PASSED: {fine}")
         return 0
     event, what = found
-    for line in event.lines or []:
-        print(f"{short(line)}: {code_at(line)}")
+    if event.lines:
+        print(f"{short(event.lines[0])}: {code_at(event.lines[0])}")
     print(f"AUDIT FAILED: {what}")
     return 1
 
@@ -1164,8 +1168,8 @@ def parse():
     add("--snapshot", type=Path, help="what --kill puts aside")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    if not args.command and not args.read:
-        parser.error("type the command that starts your training, too")
+    if bool(args.command) == bool(args.read):
+        parser.error("type the command that starts your training, or --read alone")
     return args
 
 
@@ -1175,10 +1179,9 @@ def watch(args, folder, settings):
         start(args.command, folder, **settings)
     run = Run(folder)
     if not run.ranks:
-        seen = "imported torch (python -E and -I ignore the audit)"
-        if run.torch:
-            seen = "made a step that the audit saw"
-        raise BadInput(f"no process of the command {seen}; {ended(run)}")
+        ignored = "python -E and -I ignore the audit"
+        why = f"no step of a torch optimizer was seen ({ignored}); {ended(run)}"
+        raise BadInput(why)
     return report(run, args.strict)
 
 
@@ -1190,7 +1193,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="audit-") as temporary:
         folder = args.read or args.folder or Path(temporary)
         folder = folder.resolve()
-        how = like if args.like else survive if args.kill else watch
+        how = like if args.like else watch if args.kill is None else survive
         try:
             status = how(args, folder, settings)
         except BadInput as error:

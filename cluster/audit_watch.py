@@ -135,8 +135,8 @@ def attach():
 
 def is_readers(path):
     """Whether this file of code is the reader's own."""
-    library = "site-packages" in path or "dist-packages" in path
-    return not library and not path.startswith(not_the_readers)
+    library = path.startswith(not_the_readers)
+    return not (library or "site-packages" in path or "dist-packages" in path)
 
 
 def where():
@@ -201,8 +201,8 @@ def patch(owner, name, before=nothing, after=nothing):
 
 def local(tensor):
     """The part of a tensor that this process has."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
 
 
 def part_of(tensor):
@@ -227,7 +227,7 @@ def sizes(named):
         if part.is_floating_point() and part.layout == torch.strided:
             norm = torch.linalg.vector_norm(part, 1, dtype=torch.float64).item()
             title = f"mean absolute value of {name}{part_of(tensor) or ''}"
-            found[title] = norm / max(1, part.numel())
+            found[title] = norm / (part.numel() or 1)
     return found
 
 
@@ -287,14 +287,14 @@ def gradients_of(optimizer):
     return {place: each.grad for place, each in places if each.grad is not None}
 
 
-def total(named):
-    return sum(sizes(named).values())
-
-
 def address_of_gradient(optimizer):
     """0 if all gradients are zero."""
     found = gradients_of(optimizer)
-    return local(next(iter(found.values()))).data_ptr() if total(found) else 0
+    return (
+        local(next(iter(found.values()))).data_ptr()
+        if any(sizes(found).values())
+        else 0
+    )
 
 
 def has_modes(module):
@@ -533,7 +533,8 @@ class Passes:
         with_gradients = torch.is_grad_enabled()
         training = getattr(module, "module", module).training  # without the wrapper
         # Between a forward and a backward pass, it is a teacher's.
-        watch.evaluations.running = not (training or with_gradients or self.fresh)
+        evaluates = not (with_gradients or (training and has_modes(module)))
+        watch.evaluations.running = evaluates and not self.fresh
         if with_gradients:
             self.fresh = True
             averaged = any(parameter in self.averaged for parameter in parameters)
@@ -542,16 +543,18 @@ class Passes:
             if self.sharded and not tensors_in(output):
                 self.hidden = where()
             if watch.steps.reads():
-                self.look_at_pass(module, parameters, training, [args, kwargs])
-        elif not training:
+                self.look_at_pass(module, parameters, [args, kwargs])
+        elif evaluates:
             if self.random and not any(part.training for part in module.modules()):
                 drawn = random_state(parameters[0].device) != self.random
                 watch.note("chance", "random numbers were drawn in eval()", drawn)
             watch.evaluations.add(module, parameters, [args, kwargs])
 
-    def look_at_pass(self, module, parameters, training, given):
-        for each in parameters:
-            self.modes[each] = training or not has_modes(module)
+    def look_at_pass(self, module, parameters, given):
+        alike = not has_modes(module)
+        for part in module.modules():
+            for each in part.parameters(recurse=False):
+                self.modes[each] = part.training or alike
         key = [where()[:1], watch.steps.done]
         # What another module has computed may be the same, rightly.
         if not any(each.requires_grad for each in tensors_in(given)):
@@ -577,8 +580,7 @@ class Passes:
     def end_step(self):
         self.sends.clear()
         self.unsent = ()
-        self.outer = None  # a forward pass that has raised an error left them
-        self.parameters = []
+        self.outer = None  # a forward pass that has raised an error left it
 
 
 class Evaluations:
@@ -596,7 +598,7 @@ class Evaluations:
         step = watch.steps.done
         gap = step - self.last_read.get(module, -EVERY_STEPS)
         self.last_read[module] = step
-        if gap > 4 or (gap and watch.steps.reads()):
+        if gap and watch.steps.reads():
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
                 for name, buffer in part.named_buffers(recurse=False):
@@ -631,6 +633,7 @@ class Steps:
     drawn = None  # (iterations, random state) in the step before
     scaled = None  # whether gradients are; None without a scaler
     stepping = False
+    lines = ()  # of the last step
     by_scaler = False  # whether a GradScaler makes steps
     losses = 0  # in a row, of gradients that were set to zero before a step
     dead = None  # (parameter, its name, lines): it runs, and has had no gradient
@@ -687,9 +690,9 @@ class Steps:
         if passes.unsent:
             passes.hints.setdefault("unsent", passes.unsent)
         self.look_at_gradients(optimizer)
-        if settings.get("like"):
-            device = parameters_of(optimizer)[0].device
-            drawn = watch.batches.iterations, random_state(device)
+        if settings.get("every_step"):
+            state = random_state(parameters_of(optimizer)[0].device)
+            drawn = watch.batches.iterations, state
             if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
                 watch.note("noise")  # beginning an epoch draws a number, too
             self.drawn = drawn
@@ -698,6 +701,7 @@ class Steps:
         if self.counts[number] == 2:
             self.look_for_unheld(optimizer)
         self.stepping = True
+        self.lines = where()
 
     def look_at_gradients(self, optimizer):
         """Whether they are lost, old or scaled."""
@@ -773,10 +777,11 @@ class Steps:
         facts["value"] = sizes(named)
         if settings.get("states"):
             facts["drawn"] = random_state(parameters_of(optimizer)[0].device)
+            facts["noise"] = watch.noted["noise", ""]
         if when == "before":
             gradients = gradients_of(optimizer)
             if gradients or not any(each.requires_grad for each in named.values()):
-                facts["gradients"] = total(gradients)
+                facts["gradients"] = sum(sizes(gradients).values())
             facts["slopes"] = {
                 name: slope(each.grad)
                 for name, each in named.items()
@@ -843,7 +848,7 @@ class Steps:
                 f"steps of optimizer {number}": count
                 for number, count in self.counts.items()
             }
-            watch.emit("steps", key="all", value=counts)
+            watch.emit("steps", key="all", value=counts, lines=self.lines)
 
 
 class Group:
@@ -895,13 +900,13 @@ class Files:
             obj = obj.state_dict(keep_vars=True)
         tensors = named_tensors(obj) if isinstance(obj, dict) else []
         optimizers = watch.steps.numbers
-        trained = sum(map(parameters_of, optimizers), [])
+        trained = {each.shape for each in sum(map(parameters_of, optimizers), [])}
         shapes = {tensor.shape for _, tensor in tensors}
-        if tensors and {each.shape for each in trained} <= shapes:  # else it is a log
+        if tensors and trained <= shapes:  # else it is a log
             if again and path == self.last_saved:
                 watch.note("in_place", "the file was opened to be overwritten")
             self.last_saved = path
-            self.look_at(tensors)
+            self.look_at([pair for pair in tensors if pair[1].shape in trained])
 
     def look_at(self, tensors):
         for name, tensor in tensors:
@@ -911,9 +916,8 @@ class Files:
         names = {name for name, _ in tensors}
         own = set(watch.passes.averaged.values())
         wrapped = [name for name in names - own if name.partition(".")[2] in own]
-        if wrapped or names & own:
-            wrong = f"the key {wrapped[:1]} was saved"
-            watch.note("keys", wrong, wrapped and not names & own)
+        if bool(wrapped) != bool(names & own):  # with both, one may be an average
+            watch.note("keys", f"the key {wrapped[:1]} was saved", wrapped)
 
     def rename(self, source, target):
         source = os.path.realpath(source)

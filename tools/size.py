@@ -57,8 +57,8 @@ FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_443,
     "mingpt/": 13_191,
-    "all Python": 178_680,
-    "tests/": 84_590,
+    "all Python": 178_740,
+    "tests/": 84_620,
     "tools/": 31_049,
     "variants/mixed_precision.py": 67,
     "variants/multinode_spawn.py": 129,
