@@ -838,7 +838,8 @@ def order(run, kind):
             place = event.rank, event.key[0]
             if event.indexed and len(begin) == 8 and begin != sorted(begin):
                 if begin == before.get(place):
-                    yield event, f"two began with {[int(each) for each in begin[:3]]}"
+                    seen = [int(each) for each in begin[:3]]
+                    yield event, f"two epochs began with the samples {seen}"
                 compared = compared or place in before
                 before[place] = begin
     needed(compared)

@@ -290,16 +290,12 @@ def gradients_of(optimizer):
 def address_of_gradient(optimizer):
     """0 if all gradients are zero."""
     found = gradients_of(optimizer)
-    return (
-        local(next(iter(found.values()))).data_ptr()
-        if any(sizes(found).values())
-        else 0
-    )
+    return any(sizes(found).values()) and local(next(iter(found.values()))).data_ptr()
 
 
 def has_modes(module):
     """Whether some part of it computes another thing in evaluation mode."""
-    names = "p", "dropout", "drop_prob", "track_running_stats"
+    names = "p", "dropout", "track_running_stats"
     values = [getattr(part, name, 0) for part in module.modules() for name in names]
     return any(value for value in values if isinstance(value, (float, bool)))
 
@@ -374,8 +370,8 @@ class Batches:
 
     def index(self, indices, iterator):
         """The sampler has given the numbers of a batch, which comes later."""
-        empty = collections.deque()
-        iterator.__dict__.setdefault("_audit_waiting", empty).append(indices)
+        waiting = iterator.__dict__.setdefault("_audit_waiting", collections.deque())
+        waiting.append(indices)
 
     def iterate(self, iterator, loader):
         if loader not in self.names:
@@ -490,10 +486,10 @@ class Passes:
             self.hints.setdefault("converted", where())
 
     def enter(self, module, args):
-        if threading.get_ident() != self.thread:
-            return  # DataParallel's replicas
-        if torch._C._current_graph_task_id() != -1:
-            return  # a backward pass computes a checkpointed part again
+        replica = threading.get_ident() != self.thread  # DataParallel's
+        # A backward pass computes a checkpointed part again.
+        if replica or torch._C._current_graph_task_id() != -1:
+            return
         parts = [module]
         if self.outer is None or self.outer() in (None, module):
             self.outer = weakref.ref(module)
@@ -548,7 +544,7 @@ class Passes:
             if self.random and not any(part.training for part in module.modules()):
                 drawn = random_state(parameters[0].device) != self.random
                 watch.note("chance", "random numbers were drawn in eval()", drawn)
-            watch.evaluations.add(module, parameters, [args, kwargs])
+            watch.evaluations.add(module, parameters, [args, kwargs], training)
 
     def look_at_pass(self, module, parameters, given):
         alike = not has_modes(module)
@@ -593,12 +589,15 @@ class Evaluations:
         self.tested = set()  # samples of earlier ones
         self.last_read = weakref.WeakKeyDictionary()  # {module: step}
 
-    def add(self, module, parameters, inputs):
-        """One more pass of an evaluation, or of a teacher, which has one per step."""
+    def add(self, module, parameters, inputs, training):
+        """One more pass of an evaluation, or of a teacher, which has one per step.
+
+        A network that stays in training mode may differ between ranks.
+        """
         step = watch.steps.done
         gap = step - self.last_read.get(module, -EVERY_STEPS)
         self.last_read[module] = step
-        if gap and watch.steps.reads():
+        if gap and watch.steps.reads() and not training:
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
                 for name, buffer in part.named_buffers(recurse=False):
@@ -685,8 +684,7 @@ class Steps:
         number = self.numbers.setdefault(optimizer, len(self.counts))
         self.counts.setdefault(number, 0)
         for lines, times in passes.sends.values():
-            again = times > 1 and lines
-            watch.note("twice", f"sent {times} times", again, 3, lines=lines)
+            watch.note("twice", f"sent {times} times", times > 1, 3, lines=lines)
         if passes.unsent:
             passes.hints.setdefault("unsent", passes.unsent)
         self.look_at_gradients(optimizer)
@@ -765,9 +763,9 @@ class Steps:
             if len(part_of(each)) > passes.sharded:
                 watch.note("parallel")
         facts["unwrapped"] = unwrapped if passes.averaged else None
-        shapes = [(name, tuple(each.shape)) for name, each in named.items()]
-        facts["model"] = zlib.crc32(str(shapes).encode())
-        facts["hints"] = dict(passes.hints)
+        shapes = str([(name, tuple(each.shape)) for name, each in named.items()])
+        facts["model"] = zlib.crc32(shapes.encode())
+        facts["hints"] = passes.hints
         if passes.sharded:
             early = "early", self.made.get(optimizer, ())
             facts["sharded"] = ("hidden", passes.hidden) if passes.hidden else early
@@ -901,8 +899,7 @@ class Files:
         tensors = named_tensors(obj) if isinstance(obj, dict) else []
         optimizers = watch.steps.numbers
         trained = {each.shape for each in sum(map(parameters_of, optimizers), [])}
-        shapes = {tensor.shape for _, tensor in tensors}
-        if tensors and trained <= shapes:  # else it is a log
+        if tensors and trained <= {each.shape for _, each in tensors}:  # else a log
             if again and path == self.last_saved:
                 watch.note("in_place", "the file was opened to be overwritten")
             self.last_saved = path
@@ -1085,8 +1082,7 @@ def hook():
     optimizer.register_optimizer_step_post_hook(safe("steps.after"))
     for row in PATCHES.split("\n")[1:-1]:
         when, owner, name, method = row.split()
-        called = {when: safe(method)}
-        patch(pkgutil.resolve_name(owner), name, **called)
+        patch(pkgutil.resolve_name(owner), name, **{when: safe(method)})
     watch_batches()
     rename = safe("files.rename")
 
