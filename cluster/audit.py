@@ -55,7 +55,7 @@ rule = weights
 group = weights
 ok = all ranks begin with the same weights
 wrong = the ranks begin with different weights
-needs = two ranks that train one model
+needs = two ranks that hold the same tensors
 why = Averaging gradients keeps equal weights equal. It cannot make different weights
     equal.
 fix = Wrap the model in DDP after all changes to its weights, or broadcast them.
@@ -148,9 +148,10 @@ rule = weights
 group = weights
 ok = in all steps that were read, all ranks have the same weights
 wrong = the ranks' weights differ
-needs = two ranks that train one model
+needs = two ranks that hold the same tensors
 why = Each rank trains a model of its own on its part of the data, and one is saved.
-fix = Average the gradients of all ranks before each step: wrap the model in DDP.
+fix = Average the gradients of all ranks before each step: wrap the model in DDP, or
+    call fully_shard() on its blocks and on the whole model.
 help = ddp_by_hand.md#average-the-gradients-after-backward
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -171,7 +172,7 @@ rule = equal
 group = weights
 ok = all ranks evaluate the same model
 wrong = the ranks evaluate models that differ
-needs = an evaluation on two ranks
+needs = ranks that evaluate different samples with the same tensors
 why = Buffers (batch normalization) or averaged weights differ between the ranks, so
     that the result is not that of the saved model.
 fix = Broadcast rank 0's buffers before you evaluate; update an average on every rank.
@@ -260,7 +261,7 @@ see = data.html
 level = MISTAKE
 rule = once
 group = once
-ok = an evaluation counts each held-out sample once
+ok = an evaluation counts no held-out sample twice
 wrong = an evaluation counts some held-out samples twice
 needs = an evaluation with a loader on two ranks
 why = DistributedSampler repeats samples until all ranks have equally many, so that the
@@ -417,6 +418,19 @@ fix = Stop before the save if the loss is not finite, and look where it first wa
 help = 1_single_gpu.md#save-and-resume
 see = notes/serialization.html
 
+[parts]
+level = MISTAKE
+rule = alone
+group = parts
+ok = no snapshot holds the part of one rank alone
+wrong = a snapshot holds one rank's part of the weights
+needs = a snapshot of the trained weights
+why = FSDP and DTensor leave each rank a part, and only this one is saved.
+fix = Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+    which all ranks call, or let torch.distributed.checkpoint save all parts.
+help = 7_sharding.md#gather-the-snapshot
+see = distributed.checkpoint.html
+
 [file]
 level = RISK
 rule = one_rank
@@ -439,18 +453,6 @@ needs = a snapshot that is saved again, or renamed
 why = A kill while it is written leaves no snapshot at all.
 fix = torch.save(snapshot, path + ".tmp"), then os.replace(path + ".tmp", path).
 help = 1_single_gpu.md#save-and-resume
-see = notes/serialization.html
-
-[keys]
-level = RISK
-rule = alone
-group = keys
-ok = saved keys have no prefix of a wrapper
-wrong = a wrapper's state_dict() is saved
-needs = a snapshot of the trained weights
-why = A script without the wrapper cannot load it, or loads nothing with strict=False.
-fix = Save model.state_dict(), not ddp_model.state_dict().
-help = troubleshooting.md#unexpected-keys-in-state_dict
 see = notes/serialization.html
 
 [sparse]
@@ -533,7 +535,8 @@ group = sends
 ok = the gradients of a step are sent once
 wrong = gradients are sent after each micro-batch of a step
 needs = a DDP wrapper that is called
-why = Each time costs as much communication as a whole step.
+why = Each time costs as much communication as a whole step. (If you use the gradients
+    in between, as SAM does, ignore this.)
 fix = Run forward and backward of all micro-batches but the last in ddp_model.no_sync().
 help = gradient_accumulation.md#add-up-the-gradients-and-send-them-once
 see = generated/torch.nn.parallel.DistributedDataParallel.html
@@ -650,7 +653,9 @@ def equal(run, kind):
         need_own_batches(run)
     for mine, its in needed(run.pairs(kind)):
         for name in differences(mine.value, its.value):
+            needed(not mine.inputs or mine.inputs != its.inputs)  # or each is whole
             yield mine, tell(name, mine, its)
+        needed(mine.value.keys() == its.value.keys())
 
 
 def need_own_batches(run):
@@ -685,7 +690,10 @@ def differ(run, kind):
 
 def alone(run, kind):
     needed(kind != "destroyed" or run.status == 0)  # an error is told anyway
-    for event in needed(run.events(kind)):
+    events = needed(run.events(kind))
+    ranks = {event.rank for event in events}
+    needed(kind != "parts" or ranks < set(run.ranks))  # else each saves its own
+    for event in events:
         if event.wrong:
             yield event, f"rank {event.rank}: {event.wrong}"
 

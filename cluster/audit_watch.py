@@ -459,7 +459,7 @@ class Passes:
 
     def __init__(self):
         self.names = by_identity()  # {parameter: name, lines}
-        self.averaged = by_identity()  # by DDP: {it: its name}
+        self.averaged = by_identity()  # by DDP
         self.ran = by_identity()  # {parameter: name, lines of the layer's call}
         self.modes = by_identity()  # {parameter: training}
         self.thread = threading.get_ident()
@@ -469,9 +469,9 @@ class Passes:
 
     def wrap(self, result, wrapper, module, *args, **kwargs):
         self.name(module)
-        for name, parameter in module.named_parameters():
+        for parameter in module.parameters():
             if parameter.requires_grad:  # DDP does not see what is thawed later
-                self.averaged[parameter] = name
+                self.averaged[parameter] = True
 
     def name(self, module):
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -603,7 +603,8 @@ class Evaluations:
                 for name, buffer in part.named_buffers(recurse=False):
                     if name not in part._non_persistent_buffers_set:
                         state[f"{prefix}.{name}".strip(".")] = buffer
-            watch.emit("state", key=[where(), step], value=sizes(state))
+            key = [where(), step]
+            watch.emit("state", key=key, value=sizes(state), inputs=hashes(inputs))
         if any(parameter in watch.steps.held for parameter in parameters):
             result = self.results.setdefault(where(), {"value": []})
             result["met"] = None
@@ -660,6 +661,7 @@ class Steps:
 
     def hold(self, result, optimizer, *args, **kwargs):
         self.made[optimizer] = where()
+        self.held.update(dict.fromkeys(parameters_of(optimizer), True))
 
     def backward(self, fresh):
         if fresh and not self.stepping:
@@ -720,7 +722,6 @@ class Steps:
         evaluates = False in trains and True not in trains
         watch.note("mode", "the model was in eval() mode", evaluates, 3)
         for each in parameters:
-            self.held[each] = True
             if each.grad is not None:
                 self.moved[each] = True
                 if each.grad.is_sparse:
@@ -763,8 +764,8 @@ class Steps:
             if len(part_of(each)) > passes.sharded:
                 watch.note("parallel")
         facts["unwrapped"] = unwrapped if passes.averaged else None
-        shapes = str([(name, tuple(each.shape)) for name, each in named.items()])
-        facts["model"] = zlib.crc32(shapes.encode())
+        held = [(name, part_of(each), each.shape) for name, each in named.items()]
+        facts["model"] = zlib.crc32(str(held).encode())
         facts["hints"] = passes.hints
         if passes.sharded:
             early = "early", self.made.get(optimizer, ())
@@ -903,18 +904,11 @@ class Files:
             if again and path == self.last_saved:
                 watch.note("in_place", "the file was opened to be overwritten")
             self.last_saved = path
-            self.look_at([pair for pair in tensors if pair[1].shape in trained])
-
-    def look_at(self, tensors):
-        for name, tensor in tensors:
-            if not tensor.is_meta:
-                bad = bool(local(tensor).isnan().any())
-                watch.note("nan", f"{name} holds NaN", bad)
-        names = {name for name, _ in tensors}
-        own = set(watch.passes.averaged.values())
-        wrapped = [name for name in names - own if name.partition(".")[2] in own]
-        if bool(wrapped) != bool(names & own):  # with both, one may be an average
-            watch.note("keys", f"the key {wrapped[:1]} was saved", wrapped)
+            for name, tensor in tensors:
+                if tensor.shape in trained and not tensor.is_meta:
+                    watch.note("parts", f"{name} is one part of it", part_of(tensor))
+                    bad = bool(local(tensor).isnan().any())
+                    watch.note("nan", f"{name} holds NaN", bad)
 
     def rename(self, source, target):
         source = os.path.realpath(source)

@@ -204,6 +204,16 @@ def an_output_in_an_object():
     train(model, adam(model), call=lambda x: model(x).logits)  # MISTAKE
 
 
+@wrong("parts")
+def a_part_is_saved():
+    model = fully_shard(model_of())
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = model.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, "snapshot.pt")  # MISTAKE
+
+
 class Cut(Net):
     def forward(self, x):
         hidden = F.relu(self.first(x))  # MISTAKE
@@ -478,6 +488,36 @@ def states_in_shares():
     ddp_model = DDP(model_of())
     optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), torch.optim.AdamW)
     train(ddp_model, optimizer)
+
+
+@right
+def an_optimizer_that_begins_later():
+    model = model_of()
+    first = adam(model.first)
+    second = adam(nn.ModuleList([model.norm, model.last]))
+    steps = itertools.count()
+
+    def after():
+        if next(steps) > 4:
+            second.step()
+            second.zero_grad()
+
+    train(DDP(model), first, after=after)
+
+
+@right
+def each_rank_evaluates_all_with_its_own_statistics():
+    make = functools.partial(nn.Sequential, nn.Linear(10, 4), nn.BatchNorm1d(4))
+    ddp_model = DDP(model_of(make))
+    images, _ = samples()[:]
+
+    def evaluate():
+        ddp_model.eval()
+        with torch.no_grad():
+            ddp_model.module(images)
+        ddp_model.train()
+
+    train(ddp_model, adam(ddp_model), after=evaluate)
 
 
 @right
