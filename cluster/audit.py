@@ -336,11 +336,11 @@ level = MISTAKE
 rule = alone
 group = learns
 ok = an optimizer holds each parameter of the DDP model
-wrong = a part of the model is in no optimizer
-needs = a DDP wrapper
+wrong = a part of the model is in no optimizer that steps
+needs = a DDP wrapper, and eight steps
 why = It gets gradients, but is never updated.
-fix = Make the optimizer after the last layer is in its place, from all parameters;
-    freeze what you do not train by requires_grad_(False).
+fix = Call step() of each optimizer. Make it after the last layer is in its place, from
+    all parameters; freeze what you do not train by requires_grad_(False).
 help = adapt_your_script.md#look-up-the-parts-of-your-script
 see = optim.html
 
@@ -439,7 +439,7 @@ ok = no two ranks write the same file
 wrong = several ranks write one file
 needs = a file that is saved, and two ranks
 why = Two processes that write at once can leave a file that nobody can load.
-fix = Save under `if rank == 0:`.
+fix = Save under `if rank == 0:`, or what is in parts under a name for each rank.
 help = 2_multigpu.md#print-and-save-on-rank-0-only
 see = notes/serialization.html
 
@@ -651,11 +651,13 @@ def tell(name, mine, its):
 def equal(run, kind):
     if kind == "state":  # a plain tensor may be a part of one that is split
         need_own_batches(run)
+    unclear = False
     for mine, its in needed(run.pairs(kind)):
-        for name in differences(mine.value, its.value):
-            needed(not mine.inputs or mine.inputs != its.inputs)  # or each is whole
-            yield mine, tell(name, mine, its)
-        needed(mine.value.keys() == its.value.keys())
+        names = differences(mine.value, its.value)
+        if names and (not mine.inputs or mine.inputs != its.inputs):
+            yield mine, tell(names[0], mine, its)
+        unclear = unclear or names or mine.value.keys() != its.value.keys()
+    needed(not unclear)  # each rank may evaluate everything, or have parts
 
 
 def need_own_batches(run):
@@ -691,8 +693,8 @@ def differ(run, kind):
 def alone(run, kind):
     needed(kind != "destroyed" or run.status == 0)  # an error is told anyway
     events = needed(run.events(kind))
-    ranks = {event.rank for event in events}
-    needed(kind != "parts" or ranks < set(run.ranks))  # else each saves its own
+    # If all ranks do it, each may save its own.
+    needed(kind != "parts" or {event.rank for event in events} < set(run.ranks))
     for event in events:
         if event.wrong:
             yield event, f"rank {event.rank}: {event.wrong}"
@@ -731,6 +733,8 @@ def weights(run, kind):
                     f"{its.rate:.7g}"
                 )
             yield Event(mine, lines=lines), seen
+    both = run.pairs("weights")
+    needed(all(mine.value.keys() == its.value.keys() for mine, its in both))
     if averaged and kind == "weights":
         raise Unseen(averaged)
 

@@ -587,7 +587,7 @@ class Evaluations:
     def __init__(self):
         self.results = {}  # {lines: its samples, and where ranks met afterwards}
         self.tested = set()  # samples of earlier ones
-        self.last_read = weakref.WeakKeyDictionary()  # {module: step}
+        self.last_read = {}  # {lines: step}
 
     def add(self, module, parameters, inputs, training):
         """One more pass of an evaluation, or of a teacher, which has one per step.
@@ -595,8 +595,8 @@ class Evaluations:
         A network that stays in training mode may differ between ranks.
         """
         step = watch.steps.done
-        gap = step - self.last_read.get(module, -EVERY_STEPS)
-        self.last_read[module] = step
+        gap = step - self.last_read.get(where(), -EVERY_STEPS)
+        self.last_read[where()] = step
         if gap and watch.steps.reads() and not training:
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
@@ -661,7 +661,6 @@ class Steps:
 
     def hold(self, result, optimizer, *args, **kwargs):
         self.made[optimizer] = where()
-        self.held.update(dict.fromkeys(parameters_of(optimizer), True))
 
     def backward(self, fresh):
         if fresh and not self.stepping:
@@ -698,8 +697,6 @@ class Steps:
             self.drawn = drawn
         if self.reads():
             self.look_at(optimizer, number)
-        if self.counts[number] == 2:
-            self.look_for_unheld(optimizer)
         self.stepping = True
         self.lines = where()
 
@@ -722,11 +719,13 @@ class Steps:
         evaluates = False in trains and True not in trains
         watch.note("mode", "the model was in eval() mode", evaluates, 3)
         for each in parameters:
+            self.held[each] = True
             if each.grad is not None:
                 self.moved[each] = True
                 if each.grad.is_sparse:
                     watch.note("sparse", "a gradient was sparse")
         self.look_for_dead()
+        self.look_for_unheld(optimizer)
         self.read(optimizer, number, "before")
 
     def look_for_dead(self):
@@ -764,8 +763,8 @@ class Steps:
             if len(part_of(each)) > passes.sharded:
                 watch.note("parallel")
         facts["unwrapped"] = unwrapped if passes.averaged else None
-        held = [(name, part_of(each), each.shape) for name, each in named.items()]
-        facts["model"] = zlib.crc32(str(held).encode())
+        shapes = str([(name, each.shape) for name, each in named.items()])
+        facts["model"] = zlib.crc32(shapes.encode())
         facts["hints"] = passes.hints
         if passes.sharded:
             early = "early", self.made.get(optimizer, ())
@@ -797,7 +796,8 @@ class Steps:
         ]
         if averaged:
             wrong = f"no optimizer holds {left}, which get gradients"
-            watch.note("unheld", wrong, left, lines=self.made.get(optimizer, where()))
+            lines = self.made.get(optimizer, where())
+            watch.note("unheld", wrong, left, 8, lines=lines)  # it may begin later
 
     def after(self, optimizer, *args):
         number = self.numbers[optimizer]
@@ -874,7 +874,7 @@ class Group:
             watch.note("parallel", times=3)
 
     def end(self):
-        if self.lines and not hasattr(sys, "last_value"):  # an error is told anyway
+        if self.lines:
             wrong = "the process has ended with its group"
             watch.note("destroyed", wrong, dist.is_initialized(), lines=self.lines)
 
@@ -892,7 +892,7 @@ class Files:
         again = False
         if isinstance(path, (str, os.PathLike)):  # else it is a temporary file
             path = os.path.realpath(path)
-            again = path in self.saved and os.path.exists(path)
+            again = path in self.saved
             self.saved.add(path)
             watch.emit("file", key=f"{host}:{path}")
         if isinstance(obj, torch.nn.Module):
@@ -912,11 +912,10 @@ class Files:
 
     def rename(self, source, target):
         source = os.path.realpath(source)
-        if source in self.saved:
-            self.saved.remove(source)
-            if source == self.last_saved:  # a snapshot, and not a cache of each rank
-                watch.note("in_place")
-                watch.emit("file", key=f"{host}:{os.path.realpath(target)}")
+        self.saved.discard(source)
+        if source == self.last_saved:  # a snapshot, and not a cache of each rank
+            watch.note("in_place")
+            watch.emit("file", key=f"{host}:{os.path.realpath(target)}")
 
 
 def named_tensors(snapshot):
@@ -1035,8 +1034,9 @@ def check_names():
         try:
             eval(name, {"torch": torch})
         except AttributeError as error:
-            here = f"PyTorch {torch.__version__} has no {name}"
-            raise RuntimeError(f"{here}: take a newer audit") from error
+            raise RuntimeError(
+                f"PyTorch {torch.__version__} has no {name}: take a newer audit"
+            ) from error
 
 
 def at_end(watch):
@@ -1074,7 +1074,7 @@ def hook():
     module.register_module_forward_hook(safe("passes.leave"), with_kwargs=True)
     optimizer.register_optimizer_step_pre_hook(safe("steps.before"))
     optimizer.register_optimizer_step_post_hook(safe("steps.after"))
-    for row in PATCHES.split("\n")[1:-1]:
+    for row in PATCHES.strip().splitlines():
         when, owner, name, method = row.split()
         patch(pkgutil.resolve_name(owner), name, **{when: safe(method)})
     watch_batches()
