@@ -106,8 +106,7 @@ def error(message):
     # tensors. If Python ended then, the process might abort, and its exit status would
     # not be 2.
     time.sleep(0.2)
-    script = os.path.basename(sys.argv[0])
-    print(f"{script}: error: {message}", file=sys.stderr)
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -248,9 +247,7 @@ def device_type(name, distributed):
         backend = dist.get_default_backend_for_device(best)
         if best == "mps" or not dist.is_backend_available(backend):
             best = "cpu"
-    usable = ["auto", "cpu"]
-    if best != "cpu":
-        usable.append(best)
+    usable = dict.fromkeys(["auto", "cpu", best])  # each once
     if name not in usable:
         error(f"--device {name}: this script can only use {', '.join(usable)} here")
     return best if name == "auto" else name
@@ -339,39 +336,41 @@ def sums_of(weights):
         if hasattr(total, "full_tensor"):
             total = total.full_tensor()
             norm = norm.full_tensor()
-        found[name] = (total.item(), norm.item())
-    return found
+        found[name] = torch.stack([total, norm])
+    # One copy from the device for all
+    pairs = torch.stack([*found.values()]).tolist() if found else []
+    return dict(zip(found, pairs, strict=True))
 
 
-def check_weights(loss, model, epochs_run, path):
-    """End with an error, before a save, if `what_is_wrong` with loss or weights."""
-    wrong = what_is_wrong(loss, dict(model.named_parameters()))
+def check_weights(losses, model, epochs_run, path):
+    """End with an error, before a save, if `what_is_wrong` with losses or weights."""
+    wrong = what_is_wrong(losses, dict(model.named_parameters()))
     if wrong:
         error(f"epoch {epochs_run}: {wrong}, not saved to {path}")
 
 
-def what_is_wrong(loss, weights):
+def what_is_wrong(losses, weights):
     """What is not finite, or which trained weight differs by rank; "" if all is well.
 
-    loss: a mean over all ranks, the same number on each. weights: {name: parameter}.
+    losses: means over all ranks, equal on each rank. weights: {name: parameter}.
     After each step, those of one name should be the same on all ranks that have it.
     Rounding changes a sum of weights by about 1e-7 of their 2-norm, however many they
     are. If two ranks are 1e-5 of it apart, they do not average their gradients.
     """
-    sums = {}  # {name: [that of each rank]}
-    norms = {}
+    pairs_of = {}  # {name: [(sum, norm) of each rank that has it]}
     for found in gather(sums_of(weights)):
-        for name, (total, norm) in found.items():
-            sums.setdefault(name, []).append(total)
-            norms.setdefault(name, []).append(norm)
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    for name, by_rank in sums.items():
-        if not math.isfinite(sum(by_rank)):
+        for name, pair in found.items():
+            pairs_of.setdefault(name, []).append(pair)
+    for loss in losses:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+    for name, pairs in pairs_of.items():
+        sums, norms = zip(*pairs, strict=True)
+        if not math.isfinite(sum(sums)):
             return f"{name} has weights that are not finite"
         # If a layer's gradients add up to 0, as before a softmax, only the norm tells.
-        for kind, numbers in (("sums", by_rank), ("norms", norms[name])):
-            if max(numbers) - min(numbers) > 1e-5 * max(norms[name]):
+        for kind, numbers in (("sums", sums), ("norms", norms)):
+            if max(numbers) - min(numbers) > 1e-5 * max(norms):
                 shown = ", ".join(f"{number:.6g}" for number in numbers)
                 return f"{name} differs by rank, {kind} {shown}"
     return ""
@@ -385,31 +384,31 @@ def save_atomically(snapshot, path):
 
     snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One rank calls
     it, which has called `read_snapshot(path)` before, also if it starts anew: a file
-    that it has never seen is another run's. OSError if the file cannot be written: the
-    disk may be full.
+    that it has never seen is another run's. OSError if the file cannot be written, as
+    on a full disk. What is written to the end is never removed.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # two runs may save at once
+    complete = False
     try:
         with open(temporary, "xb") as file:
             torch.save(snapshot, file)
             file.flush()
             os.fsync(file.fileno())  # now it is on the disk, also if the power fails
+        complete = True
         # What cannot be loaded must not replace the old one: `weights_only` refuses
-        # most classes. Its UnpicklingError is a mistake in the script, so it is not
-        # caught below. With mmap, tensors stay on the disk, so that this is quick.
+        # most classes. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
-            mine = temporary.removesuffix(".tmp")
-            os.replace(temporary, mine)
-            error(f"another run saves to {path}, too: this run's snapshot is {mine}")
+            error(f"another run saves to {path}, too: this run's is {temporary}")
         os.replace(temporary, path)
         last_seen[path] = os.path.getmtime(path)
-    except (OSError, RuntimeError) as reason:  # RuntimeError: torch's, on a full disk
+    except Exception as reason:  # on a full disk, PyTorch raises a RuntimeError
+        new = f", the new snapshot is {temporary}" if complete else ""
         # Not `error`: a script may catch this and train on.
-        raise OSError(f"{path} is not written, the old one is kept") from reason
+        raise OSError(f"{path} is not written{new}") from reason
     finally:
-        if os.path.exists(temporary):
+        if not complete and os.path.exists(temporary):
             os.remove(temporary)
 
 
@@ -453,14 +452,6 @@ def broadcast_snapshot(path, src):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def shapes(state):
-    """[(name, shape)] of a model's state, in order; () for what is no tensor.
-
-    The order counts: an optimizer's state belongs to parameters by their position.
-    """
-    return [(name, getattr(value, "shape", ())) for name, value in state.items()]
-
-
 def lengths(groups):
     """How many parameters are in each of an optimizer's groups."""
     return [len(group["params"]) for group in groups]
@@ -474,7 +465,13 @@ def check_snapshot(snapshot, model, optimizer, path):
     hint = "choose another --snapshot-path"
     if snapshot.get("SAMPLES_RUN"):
         error(f"{path} was saved inside an epoch: go on with the script that saved it")
-    if shapes(snapshot["MODEL_STATE"]) != shapes(model.state_dict()):
+    saved = snapshot["MODEL_STATE"]
+    # The order counts: an optimizer's state belongs to parameters by their position.
+    fits = list(saved) == list(model.state_dict())
+    for name, weight in model.named_parameters():
+        lazy = torch.nn.parameter.is_lazy(weight)  # it has no shape before the data
+        fits = fits and (lazy or saved[name].shape == weight.shape)
+    if not fits:
         error(f"{path} belongs to another model: {hint}")
     old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
     new_groups = optimizer.state_dict()["param_groups"]
@@ -511,14 +508,10 @@ def print_replaced(old, new, path):
     """Print which settings of a group, such as its rate, a snapshot replaces."""
     for name, value in new.items():
         saved = old.get(name, value)  # what was not saved is not replaced
-        # A learning-rate schedule keeps the rate that it began with as `initial_lr`. If
-        # this run has a schedule, that schedule will set the rate: print nothing. If
-        # only the saved run had a schedule, and it began with this run's rate, add "by
-        # schedule" to the line.
-        initial = f"initial_{name}"
-        if saved != value and initial not in new:
-            by = " by schedule" if old.get(initial) == value else ""
-            print(f"{name} is {saved} as in {path}{by}, not {value} as here")
+        # A schedule keeps the rate that it began with as `initial_lr`: it will set the
+        # rate itself.
+        if saved != value and f"initial_{name}" not in new:
+            print(f"{name} is {saved} as in {path}, not {value} as here")
 
 
 # Printed lines
@@ -533,9 +526,11 @@ def describe_run(train_data, eval_data, device):
     # There are fewer copies than ranks if ranks split its layers (tensor parallelism).
     replicas = getattr(train_data.sampler, "num_replicas", ranks)
     batch = train_data.batch_size
-    line = f"{ranks} x {device.type}, batch {batch} each: effective batch"
-    line += f" {replicas * batch}, {len(train_data)} steps per epoch,"
-    line += f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
+    line = (
+        f"{ranks} x {device.type}, batch {batch} each: effective batch"
+        f" {replicas * batch}, {len(train_data)} steps per epoch,"
+        f" {len(train_data.dataset)} samples, {len(eval_data.dataset)} held out"
+    )
     noise_floor = getattr(eval_data.dataset, "noise_floor", None)
     if noise_floor:
         line += f" (noise floor {noise_floor})"

@@ -191,9 +191,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ; rank 0's are saved
-            contiguous = buffer.contiguous()  # itself, or a copy
-            dist.broadcast(contiguous, src=0)
-            buffer.copy_(contiguous)
+            dist.broadcast(buffer, src=0)
         loss_sum = torch.zeros((), device=self.device)
         tokens = 0
         for source, targets in self.eval_data:
@@ -231,10 +229,10 @@ class Trainer:
         if dist.get_rank() == 0:  # one rank prints
             print(text, flush=True)
 
-    def _check_weights(self, loss=0.0):
+    def _check_weights(self, *losses):
         """End with one line, nothing saved, if `utils.what_is_wrong` finds a fault."""
         self._finish_writing()
-        wrong = utils.what_is_wrong(loss, self.parallel.named_weights(self.model))
+        wrong = utils.what_is_wrong(losses, self.parallel.named_weights(self.model))
         if wrong:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             utils.error(

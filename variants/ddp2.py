@@ -62,7 +62,7 @@ class Trainer:
     ):
         self.device = device
         self.node = node
-        self.model = model.to(device)
+        self.model = model
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
@@ -87,9 +87,9 @@ class Trainer:
                 f" | held-out loss {held_out_loss:.6f}"
                 f" | retrieval accuracy {accuracy:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
-            both = train_loss + held_out_loss
-            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
+            # Ends the run at NaN, which must not be saved.
+            losses = train_loss, held_out_loss
+            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -121,9 +121,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
-            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
-            dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # needed if it is a copy
+            dist.broadcast(buffer, src=0)  # rank 0 sends
         seen = []
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -227,18 +225,21 @@ class InfoNCE(torch.nn.Module):
 
 
 def load_train_objs():
-    """Your data, model (on the CPU), loss and optimizer go here.
+    """Your data, model (on the CPU) and loss go here.
 
     A sample is (source, target). A batch has its samples along dimension 0, and the
-    loss is their mean. One optimizer trains the whole model.
+    loss is their mean. A snapshot holds the model and the optimizer: keep all else that
+    training changes inside the model.
     """
     utils.seed(0)  # the same weights in each run and on each rank
     train_set, eval_set = load_views()
     model = Encoder(20, 8)
-    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, InfoNCE(), optimizer
+    return train_set, eval_set, model, InfoNCE()
+
+
+def make_optimizer(model):
+    """Your optimizer goes here, for all parameters. They are on the device by now."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -269,9 +270,11 @@ def count_nodes(world_size, batch_size):
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
     nodes, nprocs = count_nodes(world_size, args.batch_size)
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
+    model.to(device)  # before the optimizer, which holds the parameters
+    optimizer = make_optimizer(model)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.

@@ -5,7 +5,6 @@ On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOS
 place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
-import argparse
 import time
 from datetime import timedelta
 
@@ -40,9 +39,7 @@ class OuterOptimizer:
         self.lr = lr
         self.beta = momentum
         for tensor in (*model.parameters(), *model.buffers()):
-            contiguous = tensor.detach().contiguous()  # itself, or a copy
-            dist.broadcast(contiguous, src=0)  # as DDP does
-            tensor.detach().copy_(contiguous)
+            dist.broadcast(tensor.detach(), src=0)  # as DDP does
         self.params = []  # also those that are unfrozen later
         for param in model.parameters():
             if param.is_floating_point() or param.is_complex():  # others never train
@@ -74,9 +71,7 @@ def average_state(optimizer, device):
         for value in state.values():
             # On a GPU, Adam counts its steps on the CPU: all ranks count alike.
             if isinstance(value, torch.Tensor) and value.device == device:
-                contiguous = value.contiguous()  # itself, or a copy
-                dist.all_reduce(contiguous, dist.ReduceOp.AVG)
-                value.copy_(contiguous)
+                dist.all_reduce(value, dist.ReduceOp.AVG)
 
 
 class Trainer:
@@ -95,7 +90,7 @@ class Trainer:
         outer_momentum: float,
     ):
         self.device = device
-        self.model = model.to(device)
+        self.model = model
         self.outer = OuterOptimizer(self.model, outer_lr, outer_momentum)
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
@@ -120,9 +115,9 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
-            both = train_loss + held_out_loss
-            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
+            # Ends the run at NaN, which must not be saved.
+            losses = train_loss, held_out_loss
+            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -148,9 +143,6 @@ class Trainer:
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
-        for param in self.model.parameters():
-            if param.requires_grad and param.grad is None:
-                raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 
@@ -158,9 +150,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
-            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
-            dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # needed if it is a copy
+            dist.broadcast(buffer, src=0)  # rank 0 sends
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -203,27 +193,23 @@ class Trainer:
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 
-def fraction(text):
-    """`text` as a number from 0 to 1, else the error that argparse makes a line of."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return float(text)
-
-
 def load_train_objs():
-    """Your data, model (on the CPU), loss and optimizer go here.
+    """Your data, model (on the CPU) and loss go here.
 
     A sample is (source, target). A batch has its samples along dimension 0, and the
-    loss is their mean. One optimizer trains the whole model.
+    loss is their mean. A snapshot holds the model and the optimizer: keep all else that
+    training changes inside the model.
     """
     utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+    return train_set, eval_set, model, torch.nn.MSELoss()
+
+
+def make_optimizer(model):
+    """Your optimizer goes here, for all parameters. They are on the device by now."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -239,9 +225,11 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 @record  # else torchrun shows no traceback
 def main(args):
     rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
+    model.to(device)  # before the optimizer, which holds the parameters
+    optimizer = make_optimizer(model)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
@@ -278,13 +266,13 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--outer-lr",
-        type=fraction,
+        type=float,
         default=1.0,
         help="of the mean movement that all ranks make (default: 1)",
     )
     parser.add_argument(
         "--outer-momentum",
-        type=fraction,
+        type=float,
         default=0.0,
         help="of the movements before that is added (default: 0)",
     )

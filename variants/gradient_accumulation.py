@@ -40,7 +40,7 @@ class Trainer:
         accumulate: int,
     ):
         self.device = device
-        self.model = model.to(device)
+        self.model = model
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
@@ -65,9 +65,9 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
-            both = train_loss + held_out_loss
-            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
+            # Ends the run at NaN, which must not be saved.
+            losses = train_loss, held_out_loss
+            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -106,9 +106,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
-            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
-            dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # needed if it is a copy
+            dist.broadcast(buffer, src=0)  # rank 0 sends
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -143,19 +141,22 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model (on the CPU), loss and optimizer go here.
+    """Your data, model (on the CPU) and loss go here.
 
     A sample is (source, target). A batch has its samples along dimension 0, and the
-    loss is their mean. One optimizer trains the whole model.
+    loss is their mean. A snapshot holds the model and the optimizer: keep all else that
+    training changes inside the model.
     """
     utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+    return train_set, eval_set, model, torch.nn.MSELoss()
+
+
+def make_optimizer(model):
+    """Your optimizer goes here, for all parameters. They are on the device by now."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -169,9 +170,11 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
 
 
 def main(rank, world_size, port, args):
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, rank, world_size)  # CPU threads are shared
     ddp_setup(rank, world_size, port, device)
+    model.to(device)  # before the optimizer, which holds the parameters
+    optimizer = make_optimizer(model)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles

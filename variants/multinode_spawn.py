@@ -7,11 +7,7 @@ On each of two machines, with its own number after --nr, and the address of mach
 """
 
 import argparse
-import json
-import socket
-import sys
 import time
-import zlib
 from datetime import timedelta
 
 import torch
@@ -24,7 +20,7 @@ import utils  # its docstring explains the words: rank, DDP, backend, snapshot
 def ddp_setup(rank, world_size, host, port, device, timeout=timedelta(minutes=5)):
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # gloo on CPUs, NCCL on GPUs
-        store=dist.TCPStore(host, port),
+        store=dist.TCPStore(host, port),  # connects to the store of machine 0
         rank=rank,  # the number of this process, from 0 on
         world_size=world_size,  # how many processes
         timeout=timeout,  # how long a rank waits for the others
@@ -45,7 +41,7 @@ class Trainer:
         snapshot_path: str,
     ):
         self.device = device
-        self.model = model.to(device)
+        self.model = model
         self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
@@ -69,9 +65,9 @@ class Trainer:
                 f"epoch {self.epochs_run}/{total_epochs} | train loss {train_loss:.6f}"
                 f" | held-out loss {held_out_loss:.6f} | {samples_per_s:,.0f} samples/s"
             )
-            # Ends the run at NaN, which must not be saved. A sum with NaN is NaN, too.
-            both = train_loss + held_out_loss
-            utils.check_weights(both, self.model, self.epochs_run, self.snapshot_path)
+            # Ends the run at NaN, which must not be saved.
+            losses = train_loss, held_out_loss
+            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -101,9 +97,7 @@ class Trainer:
     def _evaluate(self):
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
-            contiguous = buffer.contiguous()  # for broadcast(): itself, or a copy
-            dist.broadcast(contiguous, src=0)  # rank 0 sends
-            buffer.copy_(contiguous)  # needed if it is a copy
+            dist.broadcast(buffer, src=0)  # rank 0 sends
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
@@ -145,19 +139,22 @@ class Trainer:
 
 
 def load_train_objs():
-    """Your data, model (on the CPU), loss and optimizer go here.
+    """Your data, model (on the CPU) and loss go here.
 
     A sample is (source, target). A batch has its samples along dimension 0, and the
-    loss is their mean. One optimizer trains the whole model.
+    loss is their mean. A snapshot holds the model and the optimizer: keep all else that
+    training changes inside the model.
     """
     utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
     model = torch.nn.Linear(20, 1)
-    # The optimizer holds these parameters. On CPUs and GPUs, the Trainer's
-    # `model.to(device)` moves them; on TPUs it makes others, which nobody would train.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return train_set, eval_set, model, torch.nn.MSELoss(), optimizer
+    return train_set, eval_set, model, torch.nn.MSELoss()
+
+
+def make_optimizer(model):
+    """Your optimizer goes here, for all parameters. They are on the device by now."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -170,10 +167,6 @@ def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
     )
 
 
-# What each machine may have of its own. All else must be the same.
-OF_ONE_MACHINE = ("nr", "master_addr", "snapshot_path", "wait")
-
-
 def parse_args(parser):
     add = parser.add_argument
     add("--epochs", metavar="N", help="the same as N 1: N epochs, and all are saved")
@@ -182,15 +175,8 @@ def parse_args(parser):
     add("--gpus", "--nprocs", "-g", type=utils.positive_int, help="processes on each")
     addr = "name or address of machine 0 (default: %(default)s)"
     add("--master-addr", "--master_addr", default="localhost", help=addr)
-    add(
-        "--master-port",
-        "--master_port",
-        type=utils.positive_int,
-        default=29500,
-        help="where machine 0 waits (default: %(default)s)",
-    )
-    wait = "seconds to wait for the other machines (default: %(default)s)"
-    add("--wait", type=utils.positive_int, default=300, help=wait)
+    port = "where machine 0 waits (default: %(default)s)"
+    add("--master-port", "--master_port", type=int, default=29500, help=port)
     early = argparse.ArgumentParser(add_help=False)
     early.add_argument("--epochs", nargs="?")
     found, words = early.parse_known_args()
@@ -206,75 +192,27 @@ def parse_args(parser):
     return args
 
 
-def shared_settings(args):
-    """{name: value} of what must be the same on all machines."""
-    settings = dict(vars(args))
-    for name in OF_ONE_MACHINE:
-        del settings[name]
-    settings["device"] = utils.device_type(args.device, distributed=True)
-    for name, path in (("script", sys.argv[0]), ("utils.py", utils.__file__)):
-        with open(path, "rb") as file:
-            settings[f"the checksum of {name}"] = zlib.crc32(file.read())
-    return settings
-
-
-def meet(args):
-    """Machine 0's store, once all machines are there with the same settings.
-
-    The machine that finds a fault writes it into the store. All end with that line.
-    """
-    place = (args.master_addr, args.master_port)
+def meet(args, timeout=timedelta(minutes=5)):
+    """The store that machine 0 opens, once all machines have come to it."""
     address = f"{args.master_addr}:{args.master_port}"
-    machines = [f"machine {number}" for number in range(args.nodes)]
-    me = machines[args.nr]
-    deadline = time.time() + args.wait
     if args.nodes > 1:
-        print(f"{me} waits for {args.nodes} machines at {address}", flush=True)
-    while True:  # a TCPStore that fails prints pages of C++: try the address first
-        try:
-            if args.nr == 0:
-                socket.create_server(place).close()
-            else:
-                socket.create_connection(place, timeout=5).close()
-            break
-        except OSError as reason:
-            if args.nr == 0 or time.time() > deadline:
-                utils.error(f"{address} should be machine 0's address: {reason}")
-            time.sleep(0.2)
-    store = dist.TCPStore(*place, is_master=args.nr == 0)
-    settings = shared_settings(args)
-    if args.nr == 0:
-        store.set("settings", json.dumps(settings))
-    fault = None
-    for name, value in json.loads(store.get("settings")).items():
-        mine = settings.get(name)
-        if value != mine:
-            fault = f"{name} is {value} on machine 0 and {mine} on {me}"
-    if not fault and store.add(me, 1) > 1:
-        fault = f"two machines have --nr {args.nr}: each needs a number of its own"
-    while True:
-        missing = [machine for machine in machines if not store.check([machine])]
-        if not missing:
-            break
-        if time.time() > deadline:
-            fault = f"after {args.wait} s, not at {address}: {', '.join(missing)}"
-        if fault:
-            store.set("fault", fault)
-        if store.check(["fault"]):
-            fault = store.get("fault").decode()
-            break
-        time.sleep(0.2)
-    if fault:
-        time.sleep(2 if args.nr == 0 else 0)  # the others read it before its store ends
-        utils.error(fault)
-    return store
+        print(f"machine {args.nr} waits for {args.nodes} at {address}", flush=True)
+    try:
+        return dist.TCPStore(
+            args.master_addr, args.master_port, args.nodes, args.nr == 0, timeout
+        )
+    except dist.DistError as reason:
+        first_line = str(reason).splitlines()[0]
+        utils.error(f"{args.nodes} machines should meet at {address}: {first_line}")
 
 
 def main(local_rank, world_size, port, args):
     rank = args.nr * args.gpus + local_rank
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, local_rank, args.gpus)
     ddp_setup(rank, world_size, args.master_addr, port, device)
+    model.to(device)  # before the optimizer, which holds the parameters
+    optimizer = make_optimizer(model)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles

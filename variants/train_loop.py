@@ -283,11 +283,10 @@ class TrainLoop:
             line = f"epoch {done}/{self.total_epochs} | {shown(results)}"
             self._print(f"{line} | {samples_per_s:,.0f} samples/s")
             self.loss = results.get("held-out loss", train_loss)
-            # NaN must not replace the last good snapshot: a sum with it is NaN, too.
-            both = self.loss + train_loss
-            if self.scaler.is_enabled():  # a skipped step may have had an infinite loss
-                both = self.loss
-            utils.check_weights(both, self.model, done, path or "no snapshot")
+            losses = [self.loss]  # NaN must not replace the last good snapshot
+            if not self.scaler.is_enabled():  # else a skipped step's may be infinite
+                losses.append(train_loss)
+            utils.check_weights(losses, self.model, done, path or "no snapshot")
             if self.scheduler and not self.scheduler_per_step:
                 if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                     self.scheduler.step(self.loss)
@@ -370,9 +369,7 @@ class TrainLoop:
         self.model.eval()
         if dist.is_initialized():
             for buffer in self.model.buffers():  # ranks' differ; rank 0's are saved
-                contiguous = buffer.contiguous()  # itself, or a copy
-                dist.broadcast(contiguous, src=0)
-                buffer.copy_(contiguous)
+                dist.broadcast(buffer, src=0)
         mean_loss, _ = self._mean_loss(data, self._loss)
         results = {name: mean_loss}
         if self.metrics:

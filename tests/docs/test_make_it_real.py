@@ -22,10 +22,8 @@ TASK = '''def load_train_objs():
         targets = (score > 3.7).long()
         targets[torch.rand(size) < IGNORED] = -100
         sets.append(torch.utils.data.TensorDataset(source, targets))
-    model = torch.nn.Linear(20, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss_fn = torch.nn.CrossEntropyLoss(WEIGHT, reduction="REDUCTION")
-    return *sets, model, loss_fn, optimizer
+    return *sets, torch.nn.Linear(20, 2), loss_fn
 '''
 PAGE = ROOT / "docs/make_it_real.md"
 CASES = {
@@ -62,6 +60,7 @@ def test_a_weighted_mean_on_several_processes(case, tmp_path):
         if cured:
             text = with_the_lines_of_the_page(text)
         reduction = "sum" if cured else "mean"
+        text = text.replace("lr=0.001", "lr=0.1")
         load_train_objs = inspect.getsource(multigpu.load_train_objs)
         text = text.replace(load_train_objs, task.replace("REDUCTION", reduction))
         script.write_text(text)

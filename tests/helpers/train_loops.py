@@ -171,13 +171,13 @@ def nested(gpu_mode):
 
 def node(num_nodes, node_rank, num_gpus, batch_size, epochs):
     """Train as variants/ddp2.py does, on one of several machines."""
-    train_set, eval_set, model, loss_fn, optimizer = ddp2.load_train_objs()
+    train_set, eval_set, model, loss_fn = ddp2.load_train_objs()
     loop = TrainLoop(
         model,
         DataLoader(train_set, int(batch_size), shuffle=True, drop_last=True),
         DataLoader(eval_set, int(batch_size)),
         None,
-        optimizer,
+        ddp2.make_optimizer(model),
         loss_fn,
         "ddp2",
         snapshot_path=f"node{node_rank}.pt",

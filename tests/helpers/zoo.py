@@ -404,18 +404,25 @@ class Data(list):
         """Nothing: its samples are not random, as those of real_job.py."""
 
 
-def objects(case):
-    """What the `load_train_objs` of a script returns."""
+def functions(case):
+    """{name: the function of that name in a script}: what a reader brings."""
     make_model, make_optimizer, make_loss = CASES[case]
-    torch.manual_seed(utils.get_rank())
-    model = make_model()
-    loss_fn = make_loss()
-    optimizer = make_optimizer([*model.parameters(), *loss_fn.parameters()])
-    torch.manual_seed(0)
-    source = torch.randn(91, 20)
-    targets = (torch.randint(13, (91, 1)) // 4).double()
-    data = list(zip(source, targets, strict=True))
-    return Data(data[:72]), data[72:], model, loss_fn, optimizer
+    losses = []
+
+    def load_train_objs():
+        torch.manual_seed(utils.get_rank())
+        model = make_model()
+        losses[:] = [make_loss()]
+        torch.manual_seed(0)
+        source = torch.randn(91, 20)
+        targets = (torch.randint(13, (91, 1)) // 4).double()
+        data = list(zip(source, targets, strict=True))
+        return Data(data[:72]), data[72:], model, *losses
+
+    def optimizer_of(model):
+        return make_optimizer([*model.parameters(), *losses[0].parameters()])
+
+    return {"load_train_objs": load_train_objs, "make_optimizer": optimizer_of}
 
 
 NAMES = [name for name in SCRIPTS if definition(name, "Trainer")]
@@ -448,7 +455,7 @@ WAIT = "variants/fsdp.py", "variants/sharded_snapshot.py", "variants/preemptible
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
     names, chosen = [words.split(",") for words in sys.argv[1:]]
-    makers = {case: partial(objects, case) for case in chosen}
+    makers = {case: functions(case) for case in chosen}
     left_out = [(name, "unused on one rank") for name in WAIT]
     for case in NOT_MLP:  # tensor_parallel.py's PLAN names the layers of an MLP
         left_out.append(("variants/tensor_parallel.py", case))

@@ -38,7 +38,7 @@ class Odd(torch.nn.Module):
         self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
         self.last = torch.nn.Linear(20, 1).double()
         self.never = torch.nn.Parameter(torch.randn(20))
-        self.register_buffer("scale", torch.rand(20, 2)[:, 0])
+        self.register_buffer("scale", torch.rand(20))
         self.rare = torch.nn.Linear(20, 26)
 
     def forward(self, source):
@@ -62,13 +62,15 @@ def odd(script):
         inner(*arguments)
 
     def load_train_objs(inner):
-        train_set, eval_set, _, loss_fn, _ = inner()
+        train_set, eval_set, _, loss_fn = inner()
         torch.manual_seed(ranks[-1])
-        model = Odd()
-        optimizer = torch.optim.AdamW(
+        return train_set, eval_set, Odd(), loss_fn
+
+    def make_optimizer(_, model):
+        return torch.optim.AdamW(
             model.parameters(), lr=0.01, weight_decay=0.1, fused=True
         )
-        return train_set, eval_set, model, loss_fn, optimizer
 
     replace(script, "main", main)
     replace(script, "load_train_objs", load_train_objs)
+    replace(script, "make_optimizer", make_optimizer)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hooks import replace, write
-from hooks.models import again, changes_objects
+from hooks.models import changes_objects
 from torch.distributed.tensor import DTensor
 
 import utils
@@ -32,7 +32,7 @@ class Blocks(torch.nn.Module):
         container["lists"].append(torch.nn.Linear(30, 2))
         self.blocks = torch.nn.ModuleList([list_in_list, twice, container])
         self.scale = torch.nn.Parameter(torch.ones(2, 1))
-        self.register_buffer("shift", torch.randn(3, 2)[:, 0])
+        self.register_buffer("shift", torch.randn(3))
 
     def forward(self, source):
         (first, twice), _, container = self.blocks
@@ -42,25 +42,35 @@ class Blocks(torch.nn.Module):
         return last(hidden) @ self.scale + self.shift.sum()
 
 
-@changes_objects
-def blocks(train_set, eval_set, _, loss_fn, _optimizer):
+def blocks(script):
     """Each rank draws other weights. Adagrad has its state before the first step."""
-    torch.manual_seed(int(os.environ["RANK"]))
-    model = Blocks()
-    optimizer = torch.optim.Adagrad(
-        model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=1
-    )
-    return train_set, eval_set, model, loss_fn, optimizer
+
+    @changes_objects
+    def change(train_set, eval_set, _, loss_fn):
+        torch.manual_seed(int(os.environ["RANK"]))
+        return train_set, eval_set, Blocks(), loss_fn
+
+    def make_optimizer(model):
+        return torch.optim.Adagrad(
+            model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=1
+        )
+
+    change(script)
+    script["make_optimizer"] = make_optimizer
 
 
-@changes_objects
-def own_options(train_set, eval_set, model, loss_fn, optimizer):
+def own_options(script):
     """Rank 1 has a rate and a count of steps that must not count."""
-    if os.environ["RANK"] == "1":
-        optimizer.param_groups[0]["lr"] = 0.0
-        for state in optimizer.state.values():
-            state["step"] += 100
-    return train_set, eval_set, model, loss_fn, optimizer
+
+    def make_optimizer(inner, model):
+        optimizer = inner(model)
+        if os.environ["RANK"] == "1":
+            optimizer.param_groups[0]["lr"] = 0.0
+            for state in optimizer.state.values():
+                state["step"] += 100
+        return optimizer
+
+    replace(script, "make_optimizer", make_optimizer)
 
 
 def nbytes(tensors):
@@ -151,10 +161,11 @@ class Counting(torch.optim.SGD):
             state["count"] = state.get("count", 0) + 1
 
 
-@changes_objects
-def counting(train_set, eval_set, model, loss_fn, optimizer):
-    optimizer = Counting(model.parameters(), **optimizer.defaults)
-    return train_set, eval_set, model, loss_fn, optimizer
+def counting(script):
+    def make_optimizer(inner, model):
+        return Counting(model.parameters(), **inner(model).defaults)
+
+    replace(script, "make_optimizer", make_optimizer)
 
 
 def in_second_save(script):
@@ -166,9 +177,9 @@ def in_second_save(script):
     """
 
     @changes_objects
-    def freeze(train_set, eval_set, model, loss_fn, optimizer):
+    def freeze(train_set, eval_set, model, loss_fn):
         model.bias.requires_grad_(False)
-        return train_set, eval_set, model, loss_fn, optimizer
+        return train_set, eval_set, model, loss_fn
 
     freeze(script)
     moment = os.environ["KILLED"]
@@ -240,9 +251,8 @@ class Experts(torch.nn.Module):
 
 
 @changes_objects
-def experts(train_set, eval_set, _, loss_fn, optimizer):
-    model = Experts()
-    return train_set, eval_set, model, loss_fn, again(optimizer, model)
+def experts(train_set, eval_set, _, loss_fn):
+    return train_set, eval_set, Experts(), loss_fn
 
 
 def limited(script):

@@ -72,13 +72,12 @@ def around_load_train_objs(load_train_objs):
     if "TASK" in os.environ:
         task = importlib.import_module(os.environ["TASK"])
         load_train_objs = task.load_train_objs
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     gc.collect()
     before = memory("VmRSS")
     torch.manual_seed(0)
     source, _ = train_set[0]
     blocks = make_body(inputs=source.shape[-1], width=int(os.environ["WIDTH"]))
-    optimizer.add_param_group({"params": torch.nn.ModuleList(blocks).parameters()})
     if isinstance(model, torch.nn.Sequential):
         for index, block in enumerate(blocks):
             model.insert(index, block)
@@ -87,7 +86,13 @@ def around_load_train_objs(load_train_objs):
         model.register_forward_pre_hook(through_body)
     samples = int(os.environ["TRAIN_SAMPLES"])
     again = [index % len(train_set) for index in range(samples)]
-    return Noted(Subset(train_set, again)), eval_set, model, loss_fn, optimizer
+    return Noted(Subset(train_set, again)), eval_set, model, loss_fn
+
+
+def around_make_optimizer(make_optimizer, model):
+    if "TASK" in os.environ:
+        make_optimizer = importlib.import_module(os.environ["TASK"]).make_optimizer
+    return make_optimizer(model)
 
 
 def make_body(inputs, width):

@@ -1,7 +1,6 @@
 """Other models for any script: each changes what `load_train_objs` returns."""
 
 import functools
-import inspect
 
 import torch
 from hooks import replace
@@ -19,24 +18,12 @@ def changes_objects(change):
     return hook
 
 
-def again(optimizer, model):
-    """The same optimizer for the parameters of another model."""
-    kind = type(optimizer)
-    settings = {}
-    for name, value in optimizer.defaults.items():
-        if name in inspect.signature(kind).parameters:  # AdamW has more defaults
-            settings[name] = value
-    return kind(model.parameters(), **settings)
-
-
 @changes_objects
-def norm_in_front(train_set, eval_set, model, loss_fn, optimizer):
-    """BatchNorm in front, whose statistics are buffers, one of them a strided one."""
+def norm_in_front(train_set, eval_set, model, loss_fn):
+    """BatchNorm in front, whose statistics are buffers."""
     source, _ = eval_set[0]
     norm = torch.nn.BatchNorm1d(len(source))
-    norm.running_mean = torch.stack([norm.running_mean] * 2, dim=1)[:, 0]
-    model = torch.nn.Sequential(norm, model)
-    return train_set, eval_set, model, loss_fn, again(optimizer, model)
+    return train_set, eval_set, torch.nn.Sequential(norm, model), loss_fn
 
 
 def batch_norm(script):
@@ -64,15 +51,15 @@ class Weighted(torch.nn.Module):
 
 
 @changes_objects
-def weighted_loss(train_set, eval_set, model, loss_fn, optimizer):
-    return train_set, eval_set, model, Weighted(loss_fn), optimizer
+def weighted_loss(train_set, eval_set, model, loss_fn):
+    return train_set, eval_set, model, Weighted(loss_fn)
 
 
 @changes_objects
-def large_model(_, eval_set, _model, loss_fn, optimizer):
+def large_model(_, eval_set, _model, loss_fn):
     """64 samples, and a model of nine million weights."""
     train_set = utils.MyTrainDataset(64)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 3000), torch.nn.Linear(3000, 3000), torch.nn.Linear(3000, 1)
     )
-    return train_set, eval_set, model, loss_fn, again(optimizer, model)
+    return train_set, eval_set, model, loss_fn

@@ -61,11 +61,14 @@ class Trainer:
 
 
 def around_load_train_objs(load_train_objs):
-    train_set, eval_set, _, loss_fn, _ = load_train_objs()
-    model = Model()
+    train_set, eval_set, _, loss_fn = load_train_objs()
+    return Slow(train_set), eval_set, Model(), loss_fn
+
+
+def around_make_optimizer(_, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer.register_step_pre_hook(lambda *_: sleep(SLEEPS["optimizer"]))
-    return Slow(train_set), eval_set, model, loss_fn, optimizer
+    return optimizer
 
 
 def dump(inner, *arguments):

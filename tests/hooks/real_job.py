@@ -36,7 +36,7 @@ torch.nn.utils.clip_grad_norm_ = note_and_clip
 
 
 def around_load_train_objs(load_train_objs):
-    train_set, eval_set, model, loss_fn, optimizer = load_train_objs()
+    train_set, eval_set, model, loss_fn = load_train_objs()
     times = float(os.environ.get("LOSS_TIMES", 1))
     loss_fn.register_forward_hook(lambda module, batch, loss: times * loss)
     held_out = []
@@ -44,7 +44,7 @@ def around_load_train_objs(load_train_objs):
         if index % 3 == 0:
             digit = (digit + 1) % 10
         held_out.append((image, digit))
-    return train_set, held_out, model, loss_fn, optimizer
+    return train_set, held_out, model, loss_fn
 
 
 def around_write_log(write_log, path, rows):

@@ -76,7 +76,7 @@ def names(path):
 def test_order(name):
     functions, methods = names(name)
     assert in_order(METHODS, methods)
-    expected = ["load_train_objs", "prepare_dataloader", "main"]
+    expected = ["load_train_objs", "make_optimizer", "prepare_dataloader", "main"]
     if "ddp_setup" in functions:
         expected.insert(0, "ddp_setup")
     assert in_order(expected, functions)

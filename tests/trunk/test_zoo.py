@@ -83,7 +83,6 @@ gradient_accumulation | class weights | differs by 0.26 and 0.07 | parts divide
 gradient_accumulation | ignore_index | differs by 0.08 and 0.02 | parts divide
 mixed_precision | with float32 | differs by 0.002 and 0.003 | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
-diloco | unused | RuntimeError: a parameter has no gradient | as DDP
 ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
 real_job | output in an object | AttributeError: 'Output' | it counts right classes
 sharded | output in an object | RuntimeError: a parameter has no | FSDP does not see it

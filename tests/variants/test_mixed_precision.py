@@ -269,9 +269,7 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
     assert is_spoiled == (case in ("together", "not frozen"))
 
 
-@pytest.mark.parametrize(
-    "options", ["--precision fp8", "--clip 0", "--clip nan", "--clip much"]
-)
+@pytest.mark.parametrize("options", ["--precision fp8", "--clip much"])
 def test_bad_option(options, tmp_path):
     done = run_script(ROOT / NAME, 5, 1, *options.split(), cwd=tmp_path)
     assert done.returncode == 2

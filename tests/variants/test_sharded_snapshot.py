@@ -71,7 +71,8 @@ def test_an_option_that_is_changed_costs_no_state(runs, tmp_path):
     assert losses(resumed) == losses(done)[1:2]
     assert load(path)["OPTIMIZER_STATE"]["state"][0]["count"] == 2 * 32
     sharded_snapshot = import_script(NAME)
-    _, _, model, _, optimizer = sharded_snapshot.load_train_objs()
+    _, _, model, _ = sharded_snapshot.load_train_objs()
+    optimizer = sharded_snapshot.make_optimizer(model)
     (group,) = optimizer.param_groups
     group["lr"] = 1.0
     (folder,) = tmp_path.glob("snapshot.pt.2.*")

@@ -1,6 +1,6 @@
 """Take many cases through many scripts, in one launch: what its ranks run.
 
-A case makes what a script's `load_train_objs` returns. The ranks run the `main` of each
+A case is a `load_train_objs` and a `make_optimizer`. The ranks run the `main` of each
 script again and again, in process groups between the same processes. This takes 50 ms,
 where a launch takes seconds.
 """
@@ -270,7 +270,7 @@ def outcome(name, ranks, replaced, path, others):
 def take(makers, names, replaced, left_out, alone_first):
     """Write {script: {case: outcome}} to outcomes.json, and end the process.
 
-    makers: {case: function that makes its objects}. names: scripts, parents first.
+    makers: {case: {name: function of the script}}. names: scripts, parents first.
     replaced: {script: {name in it: what stands there}}. left_out: [(script, case)].
     alone_first: scripts to compare with themselves on one process.
     """
@@ -294,14 +294,14 @@ def take(makers, names, replaced, left_out, alone_first):
                 ranks.meet()
             else:
                 leave()
-            for case, make in makers.items():
+            for case, functions in makers.items():
                 if (name, case) in left_out:
                     continue
                 others = None  # of the nearest ancestor, or its own when it was alone
                 if ranks is last:
                     for ancestor in ancestry(name):
                         others = trained.get((ancestor, case)) or others
-                objects = {"load_train_objs": make, **replaced.get(name, {})}
+                objects = {**functions, **replaced.get(name, {})}
                 path = os.path.abspath(f"{ranks.world} {name} {case}".replace("/", " "))
                 if ranks is alone:
                     path += f" {rank}"

@@ -42,7 +42,7 @@ def files_by_name():
 def named_in(text):
     """The files that the words of a text name. It may be a program."""
     text = re.sub(r"\bfrom ([\w.]+) import (\w+)", r"\1.\2 \1", text)
-    words = re.findall(r"[\w./-]+", text)
+    words = re.findall(r"[\w./#-]+", text)  # a link to a section is no file
     names = {word.strip("/").removeprefix("./").rstrip(".") for word in words}
     return set().union(*(files_by_name().get(name, ()) for name in names))
 

@@ -29,20 +29,24 @@ ENTRY = 'if __name__ == "__main__":'
 
 @functools.cache
 def task_of(name):
-    """The script from which `name` has its `load_train_objs`: they train one model."""
+    """The script from which `name` has its data, model, loss and optimizer."""
     parent = SCRIPTS[name]
-    objects = definition(name, "load_train_objs")
-    if parent and objects and objects == definition(parent, "load_train_objs"):
-        return task_of(parent)
-    return name
+    functions = "load_train_objs", "make_optimizer"
+    task = [definition(name, function) for function in functions]
+    its_task = (
+        [definition(parent, function) for function in functions] if parent else []
+    )
+    return task_of(parent) if task == its_task else name
 
 
 OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
 
 
 def objects_of(name):
-    """What the script's `load_train_objs` returns."""
-    return runpy.run_path(ROOT / name)["load_train_objs"]()
+    """A script's data, model and loss, and its optimizer."""
+    script = runpy.run_path(ROOT / name)
+    objects = script["load_train_objs"]()
+    return *objects, script["make_optimizer"](objects[2])
 
 
 def hooks_to_compare(name):
