@@ -24,7 +24,6 @@ def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
     )
 
 
-@torch.no_grad()
 def broadcast_model(model):
     """Every rank starts with the parameters and the buffers of rank 0."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -170,9 +170,9 @@ def load_parts(model, optimizer, folder):
 
 def shapes_of(model, optimizer):
     """What utils.check_snapshot compares, without the weights."""
-    shapes = {}
-    for name, value in model.state_dict().items():
-        shapes[name] = torch.empty(getattr(value, "shape", ()), device="meta")
+    shapes = dict.fromkeys(model.state_dict())  # the names count, too
+    for name, weight in model.named_parameters():
+        shapes[name] = torch.empty(weight.shape, device="meta")
     groups = optimizer.state_dict()["param_groups"]
     return {"MODEL_STATE": shapes, "OPTIMIZER_STATE": {"param_groups": groups}}
 

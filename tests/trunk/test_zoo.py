@@ -87,7 +87,7 @@ ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
 real_job | output in an object | AttributeError: 'Output' | it counts right classes
 sharded | output in an object | RuntimeError: a parameter has no | FSDP does not see it
 sharded | unused | RuntimeError: a parameter has no gradient | as DDP
-sharded, preemptible | unused on one rank | not run | it waits until a time-out
+sharded, preemptible, diloco | unused on one rank | not run | it waits or aborts
 sharded | tied across blocks, scalar, zero-size | Refused: FSDP2 refuses | it cuts rows
 sharded | mixed in the root | Refused: FSDP2 refuses | it sends a block as one tensor
 sharded | Adafactor | Refused: Adafactor needs whole | its steps look at a whole matrix

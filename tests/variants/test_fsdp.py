@@ -55,7 +55,10 @@ def test_one_rank_says_what_is_sharded(runs):
 
 def test_a_rank_holds_its_share_of_the_rows(tmp_path):
     """Of weights, gradients and state. Nothing that was sharded stays whole."""
-    script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])
+    begins = "    trainer.train("
+    no_wrapper = "    assert 'DistributedDataParallel' not in str(vars(trainer))\n"
+    change = begins, no_wrapper + begins
+    script = plant(NAME, tmp_path / "copy", change, hooks=[BLOCKS, HELD])
     train(script, 1, 1, cwd=tmp_path, nprocs=3)
     for rank, held in enumerate(noted(tmp_path, "held", ranks=3)):
         numbers = 0

@@ -65,7 +65,6 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
         return machine(nr, port, homes[nr], *options, gpus=2, script=script)
 
     second = start(1)
-    second.wait_for("waits for")
     first = start(0)
     first_done, second_done = ended([first, second])
     shown = first_done.stdout
@@ -107,6 +106,9 @@ LINES = {  # with which it refuses them
     "5 1 --nr one": "argument --nr/-nr: invalid int value: 'one'",
     "5 1 --nodes 0": f"argument --nodes/-n: {ZERO}",
     "5 1 --gpus 0": f"argument --gpus/--nprocs/-g: {ZERO}",
+    "5 1 --master-port x": (
+        "argument --master-port/--master_port: invalid int value: 'x'"
+    ),
     "--epochs": "the following arguments are required: total_epochs, save_every",
 }
 HELP = (
@@ -147,6 +149,7 @@ def test_machines_that_do_not_meet(nr, tmp_path, port):
     )
     script = plant(NAME, tmp_path / "copy", soon)
     (done,) = ended([machine(nr, port, tmp_path, script=script)], status=2)
+    assert done.stdout == f"machine {nr} waits for 2 at localhost:{port}\n"
     line = f"{ERROR}2 machines should meet at localhost:{port}: "
     assert done.stderr.splitlines()[-1].startswith(line)
 
