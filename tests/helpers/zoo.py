@@ -236,7 +236,7 @@ def odd_buffers():
         forward,
         layer=Linear(20, 1),
         mask=Buffer(torch.rand(20) > 0.3),
-        column=Buffer(torch.randn(20, 2)[:, 0]),
+        column=Buffer(torch.randn(20)),
         turn=Buffer(torch.randn((), dtype=torch.complex128)),
         number=Buffer(torch.arange(1)),
     )
