@@ -29,6 +29,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 # Not used here. DistributedDataParallel imports it when a model is wrapped. If it was
 # not imported before the process group was formed, a program may hang when it ends:
@@ -512,6 +513,53 @@ def print_replaced(old, new, path):
         # rate itself.
         if saved != value and f"initial_{name}" not in new:
             print(f"{name} is {saved} as in {path}, not {value} as here")
+
+
+# Models that ranks split. A DTensor is PyTorch's tensor of which each rank has a part.
+
+
+def gather_parts(value):
+    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks must call it."""
+    if isinstance(value, dict):
+        return {name: gather_parts(item) for name, item in value.items()}
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if dist.get_rank() == 0 else None
+    return value
+
+
+def part_of(saved, weight):
+    """This rank's part of what was saved for a weight: of its values or its momentum.
+
+    `saved` itself if the weight is not split, or if it is no tensor as large as that.
+    """
+    if isinstance(weight, DTensor) and getattr(saved, "shape", None) == weight.shape:
+        mesh = weight.device_mesh
+        # Without a source rank, each cuts its part out of its own copy.
+        return distribute_tensor(saved, mesh, weight.placements, src_data_rank=None)
+    return saved
+
+
+def keep_parts(snapshot, model, optimizer):
+    """Leave in a snapshot this rank's parts of the tensors, so that they fit."""
+    weights = model.state_dict()
+    for name, saved in snapshot["MODEL_STATE"].items():
+        snapshot["MODEL_STATE"][name] = part_of(saved, weights[name])
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, state in snapshot["OPTIMIZER_STATE"]["state"].items():
+        for name, saved in state.items():
+            state[name] = part_of(saved, weights[number])
+
+
+def forget_meshes(model):
+    """Empty the meshes of a split model, the grids of its ranks.
+
+    PyTorch's caches keep them, and they keep the process group, whose threads may abort
+    the exit. PyTorch has no call for it.
+    """
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            vars(weight.device_mesh).clear()
 
 
 # Printed lines
