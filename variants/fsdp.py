@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import utils  # its docstring explains the words: rank, DDP, backend, snapshot
@@ -27,98 +27,23 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has t
     )
 
 
-def blocks_of(module, is_block=False):
-    """Modules that repeat, in a list or not. FSDP gathers one as its forward begins."""
-    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-    has_forward = type(module).forward is not torch.nn.Module.forward
-    if is_block and has_forward and not is_list:
-        return [module] if [*module.parameters()] else []
-    classes = [type(child) for child in module.children()]
-    blocks = []
-    for child in module.children():
-        has_lists = any(
-            isinstance(part, torch.nn.ModuleList) for part in child.modules()
-        )
-        has_parts = next(child.children(), None) is not None
-        alike = classes.count(type(child)) > 1 and has_parts and not has_lists
-        blocks += blocks_of(child, is_list or alike)
-    return blocks
+def blocks_of(model):
+    """Your blocks go here, such as `[*model.layers]`: layers that compute in turn."""
+    return [model[0], model[2]]
 
 
-def shard(model, mesh, *optimizers, **options):
-    """Leave this rank a part of each parameter, and of its state in the optimizers.
-
-    mesh: of the ranks that share the model. options: those of `fully_shard`.
-    """
-    parts = {}  # {parameter: this rank's part of it}
-    blocks = dict.fromkeys(blocks_of(model))  # each one once
-    layers = [module for module in model.modules() if [*module.parameters(False)]]
-    if len(layers) > 2 and not blocks:
-        utils.error(f"blocks_of finds none of {len(layers)} layers: return them there")
-    sizes = []  # parameters of each block, and those that are in none
-    for block in [*blocks, model]:  # the model takes the rest
-        whole = {}  # what no block before has taken
-        for name, parameter in block.named_parameters():
-            if not isinstance(parameter, DTensor):
-                whole[name] = parameter
-        check_parameters(whole, parts)
-        sizes.append(sum(map(torch.numel, whole.values())))
-        for tensor in [*whole.values(), *block.buffers()]:
-            tensor.data = tensor.data.to(mesh.device_type).contiguous()
-            dist.broadcast(tensor.data, src=0)  # as under DDP, all start from rank 0's
-        fully_shard(block, mesh=mesh, **options)  # each is gathered on its own
-        for name, parameter in whole.items():
-            parts[parameter] = block.get_parameter(name)
-            # Or the device would hold the whole model. Who has kept it gets NaN.
-            parameter.data = torch.full((1,), torch.nan)
-    for optimizer in optimizers:
-        replace_parameters(optimizer, parts, mesh)
-    if dist.get_rank() == 0:
-        *of_blocks, rest = sizes
-        largest = max(of_blocks, default=0)
-        print(f"{len(of_blocks)} blocks, {largest:,} parameters at most, {rest:,} else")
-
-
-def check_parameters(whole, parts):
-    """End with one line if FSDP2 refuses a block's {name: parameter}."""
-    dtypes = {tensor.dtype for tensor in whole.values() if tensor.requires_grad}
-    odd = []
-    for name, parameter in whole.items():
-        if parameter in parts or parameter.ndim == 0 or parameter.numel() == 0:
-            odd.append(name)
-    if len(dtypes) > 1 or odd:
-        utils.error(f"FSDP2 refuses {odd or dtypes}: scalar, empty, shared, mixed")
-
-
-def replace_parameters(optimizer, parts, mesh):
-    """The optimizer goes on with `parts`: {parameter: this rank's part of it}.
-
-    Its state and options are rank 0's, as the weights are.
-    """
-    for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
-        part = parts[parameter]
-        for name, value in state.items():
-            if getattr(value, "shape", None) == part.shape:
-                state[name] = distribute_tensor(value, mesh, part.placements)
-            else:  # such as a count of steps
-                state[name] = utils.gather(value)[0]
-    state = optimizer.state_dict()  # by number, so that it fits the new ones
-    state["param_groups"] = utils.gather(state["param_groups"])[0]  # such as rates
-    for group in optimizer.param_groups:  # or it would train the old parameters
-        group["params"][:] = [parts[parameter] for parameter in group["params"]]
-    utils.load_optimizer(optimizer, state)
-
-
-def gather(value):
-    """`value` with the sharded tensors in it whole, on rank 0."""
-    if isinstance(value, dict):
-        return {name: gather(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(gather, value))
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()  # all ranks take part
-        return whole.to("cpu" if dist.get_rank() == 0 else "meta")
-    return value
+def shard(model, device):
+    """Leave this rank its rows of each parameter. No device holds the whole model."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    parameters = len([*model.parameters()])
+    for block in [*blocks_of(model), model]:  # the model takes what no block has taken
+        block.to(device)
+        for tensor in [*block.parameters(), *block.buffers()]:
+            if not isinstance(tensor, DTensor):  # such as a part of a block before
+                dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
+        fully_shard(block, mesh=mesh)  # each is gathered on its own
+    if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
+        utils.error("blocks share a parameter: return one block that contains both")
 
 
 class Trainer:
@@ -133,9 +58,6 @@ class Trainer:
         save_every: int,
         snapshot_path: str,
     ):
-        name = type(optimizer).__name__
-        if name in ("Adafactor", "Muon", "Rprop"):
-            utils.error(f"{name} needs whole parameters")
         self.device = device
         self.model = model
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
@@ -146,8 +68,6 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(model, mesh, optimizer)  # moves block by block: no device holds the whole
 
     def train(self, total_epochs):
         self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
@@ -184,14 +104,9 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        output = self.model(source)
+        output = self.model(source)  # FSDP's backward() averages the gradients, too
         loss = self.loss_fn(output, targets)
         loss.backward()
-        for param in self.model.parameters():
-            # FSDP gives a part of the gradient. If it has not seen the outputs, because
-            # forward hides them in an object, the gradient stays whole, and is lost.
-            if param.requires_grad and not isinstance(param.grad, DTensor):
-                raise RuntimeError("a parameter has no gradient: do all ranks use it?")
         self.optimizer.step()
         return loss.detach()
 
@@ -200,17 +115,15 @@ class Trainer:
         self.model.eval()
         for buffer in self.model.buffers():  # BatchNorm's differ by rank: take 0's
             dist.broadcast(buffer, src=0)  # rank 0 sends
-        batches = torch.tensor(len(self.eval_data), device=self.device)
-        dist.all_reduce(batches, dist.ReduceOp.MAX)
+        most = max(utils.gather(len(self.eval_data)))  # batches of a rank
         loss_sum = torch.zeros((), device=self.device)
         for source, targets in self.eval_data:
             source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
-        for _ in range(batches.item() - len(self.eval_data)):
-            sample = self.eval_data.dataset[0]
-            source, _ = self.eval_data.collate_fn([sample])
+        source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
+        for _ in range(most - len(self.eval_data)):
             self.model(source.to(self.device))  # all ranks must gather equally often
         dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
@@ -225,7 +138,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
         }
-        snapshot = gather(snapshot)  # all ranks take part
+        snapshot = utils.gather_parts(snapshot)  # all ranks take part
         if dist.get_rank() == 0:  # one rank writes
             utils.save_atomically(snapshot, self.snapshot_path)
         self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
@@ -241,6 +154,7 @@ class Trainer:
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        utils.keep_parts(snapshot, self.model, self.optimizer)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
@@ -256,13 +170,14 @@ def load_train_objs():
     utils.seed(0)  # the same weights in each run and on each rank
     train_set = utils.MyTrainDataset(2048)
     eval_set = utils.MyTrainDataset(512, seed=1)
-    model = torch.nn.Linear(20, 1)
+    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
     return train_set, eval_set, model, torch.nn.MSELoss()
 
 
 def make_optimizer(model):
     """Your optimizer goes here, for all parameters. They are on the device by now."""
-    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -281,6 +196,7 @@ def main(args):
     train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
+    shard(model, device)  # before the optimizer, which holds the parameters
     optimizer = make_optimizer(model)
     utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
@@ -302,10 +218,7 @@ def main(args):
     )
     trainer.train(args.total_epochs)
     del trainer  # ends threads of gloo, which may hang or abort the exit
-    # PyTorch's caches keep the mesh, and the mesh keeps the process group. PyTorch has
-    # no call that frees it.
-    mesh = next(model.parameters()).device_mesh
-    vars(mesh).clear()
+    utils.forget_meshes(model)
     del model, optimizer  # or gloo's threads outlive main, and may abort the exit
     gc.collect()
     dist.destroy_process_group()

@@ -5,14 +5,13 @@ On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOS
 place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
-import os
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, parallel
 from torch.utils.data import DataLoader
 
 import utils  # its docstring explains the words: rank, DDP, backend, snapshot
@@ -26,108 +25,37 @@ def ddp_setup(device, timeout=timedelta(minutes=5)):  # torchrun's environ has t
     )
 
 
-def begin_as_rank_0(layer, device):
-    """Move a layer there. As under DDP, all ranks begin with the weights of rank 0."""
-    parameters = layer.parameters(recurse=False)
-    for tensor in [*parameters, *layer.buffers(recurse=False)]:
-        tensor.data = tensor.data.to(device).contiguous()
-        dist.broadcast(tensor.data, src=0)
+def split_layers(model, device, split):
+    """Leave this rank its part of PLAN's layers. Returns the ranks with the same part.
 
-
-def split_layers(model, optimizer, sampler, device):
-    """Keep this rank's part of PLAN's layers. Returns the group with the same part.
-
-    sampler: its `num_replicas` says how many ranks have each part.
+    The mesh has a row for each replica of the model, and a column for each part.
     """
-    grid = make_grid(sampler.num_replicas, device)
-    layers = dict(model.named_modules())
-    unknown = [name for name in PLAN if name not in layers]
-    if unknown:
-        utils.error(f"PLAN names {unknown}, the model has {[*layers]}")
-    parts = {weight: weight for weight in model.parameters()}  # what this rank keeps
-    for name, layer in layers.items():
-        begin_as_rank_0(layer, device)
-        if name in PLAN:
-            parts |= split_layer(name, layer, grid["split"])
-    replace_parameters(optimizer, parts, grid["split"])
-    return grid.get_group("replica")
-
-
-def make_grid(replicas, device):
-    """The ranks in two dimensions: a row for each replica, a column for each part."""
-    split = dist.get_world_size() // replicas
-    grid = dist.init_device_mesh(
-        device.type, (replicas, split), mesh_dim_names=("replica", "split")
+    mesh = dist.init_device_mesh(
+        device.type,
+        (dist.get_world_size() // split, split),
+        mesh_dim_names=("replica", "split"),
     )
-    if int(os.environ["LOCAL_WORLD_SIZE"]) % split and dist.get_rank() == 0:
-        print(f"the {split} ranks of a layer are on several machines: it will be slow")
-    return grid
-
-
-def split_layer(name, layer, mesh):
-    """{parameter of the layer: this rank's part of it}, as PLAN says."""
-    whole = dict(layer.named_parameters(recurse=False))
-    parallel.parallelize_module(layer, mesh, PLAN[name])
-    parts = {}
-    for key, parameter in whole.items():
-        part = layer.get_parameter(key)
-        parts[parameter] = part
-        # Frees the whole weight. A loss that still uses it will be NaN.
-        parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
-        (cut,) = part.placements
-        if cut.is_shard() and part.shape[cut.dim] % mesh.size():
-            utils.error(f"--split {mesh.size()} does not divide {name}.{key}")
-    return parts
-
-
-def replace_parameters(optimizer, parts, mesh):
-    """The optimizer goes on with `parts`: {parameter: what this rank keeps of it}."""
-    for parameter, state in optimizer.state.items():  # a snapshot's, or Adagrad's first
-        part = parts[parameter]
-        for key, value in state.items():
-            same_shape = getattr(value, "shape", None) == part.shape
-            if isinstance(part, DTensor) and same_shape:
-                state[key] = distribute_tensor(value, mesh, part.placements)
-    state = optimizer.state_dict()  # by number, so that it fits the new ones
-    for group in optimizer.param_groups:  # or it would train the old parameters
-        group["params"][:] = [parts[parameter] for parameter in group["params"]]
-    utils.load_optimizer(optimizer, state)
+    parallel.parallelize_module(model, mesh["split"], PLAN)
+    model.to(device)  # the other layers, whole
+    counterparts = mesh.get_group("replica")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if isinstance(tensor, DTensor):  # cut by the first rank of each replica
+            dist.broadcast(tensor.detach().to_local(), group=counterparts, group_src=0)
+        else:
+            dist.broadcast(tensor.detach(), src=0)  # as under DDP, all start as rank 0
+    return counterparts
 
 
 def average_gradients(model, group):
     """Over the replicas, as DDP does. Each rank has its part of the gradients."""
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             grad = parameter.grad
-            if grad is None:
-                raise RuntimeError(f"{name} has no gradient: do all ranks use it?")
             if isinstance(parameter, DTensor):
                 grad = grad.to_local()
             dist.all_reduce(grad, dist.ReduceOp.AVG, group)
     for buffer in model.buffers():  # as DDP does, for those that training reads
         dist.broadcast(buffer, src=0)
-
-
-def gather(value):
-    """`value` with the tensors in it that are split whole again, on rank 0."""
-    if isinstance(value, dict):
-        return {name: gather(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(gather, value))
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()  # all ranks take part
-        return whole.to("cpu" if dist.get_rank() == 0 else "meta")
-    return value
-
-
-def forget_meshes(model):
-    """Empty the meshes of the model's parts, for which PyTorch has no call.
-
-    They hold the process group, and PyTorch keeps them in its caches.
-    """
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            vars(parameter.device_mesh).clear()
 
 
 class Trainer:
@@ -139,10 +67,12 @@ class Trainer:
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
+        counterparts: dist.ProcessGroup,
         save_every: int,
         snapshot_path: str,
     ):
         self.device = device
+        self.counterparts = counterparts  # the ranks with the same part
         self.model = model
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
@@ -152,7 +82,6 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self._load_snapshot()
-        self.counterparts = split_layers(model, optimizer, train_data.sampler, device)
 
     def train(self, total_epochs):
         self._print(utils.describe_run(self.train_data, self.eval_data, self.device))
@@ -221,7 +150,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
         }
-        snapshot = gather(snapshot)  # all ranks take part
+        snapshot = utils.gather_parts(snapshot)  # all ranks take part
         if dist.get_rank() == 0:  # one rank writes
             utils.save_atomically(snapshot, self.snapshot_path)
         self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")
@@ -238,6 +167,7 @@ class Trainer:
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
+        utils.keep_parts(snapshot, self.model, self.optimizer)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
@@ -287,6 +217,7 @@ def main(args):
     train_set, eval_set, model, loss_fn = load_train_objs()
     device = utils.set_device(args.device, local_rank)  # torchrun limits CPU threads
     ddp_setup(device)
+    counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
     part = args.batch_size / args.split  # the ranks of a replica share a batch
     utils.check_objects(train_set, eval_set, model, optimizer, part)
@@ -306,12 +237,13 @@ def main(args):
         train_data=train_data,
         eval_data=eval_data,
         device=device,
+        counterparts=counterparts,
         save_every=args.save_every,
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
     del trainer  # ends threads of gloo, which may hang or abort the exit
-    forget_meshes(model)  # or gloo's threads outlive main, and may abort the exit
+    utils.forget_meshes(model)  # or gloo's threads outlive main
     dist.destroy_process_group()
 
 

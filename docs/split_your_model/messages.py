@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, parallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DistributedSampler
 
+import utils
 from variants import tensor_parallel
 
 WIDTH = 8
-ONE_REPLICA = DistributedSampler(range(64), num_replicas=1, rank=0)
 
 
 class Pair(torch.nn.Module):
@@ -35,9 +34,8 @@ def messages(first_layers, plan):
         plan[f"0.first.{i}"] = parallel.ColwiseParallel()
     plan["0.last"] = parallel.RowwiseParallel()
     tensor_parallel.PLAN = plan
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     device = torch.device("cpu")
-    tensor_parallel.split_layers(model, optimizer, ONE_REPLICA, device)
+    tensor_parallel.split_layers(model, device, split=dist.get_world_size())
     source = torch.randn(4, WIDTH, requires_grad=True)  # of a layer before
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         model(source).sum().backward()
@@ -60,5 +58,5 @@ if __name__ == "__main__":
     models = []
     main()
     for model in models:
-        tensor_parallel.forget_meshes(model)
+        utils.forget_meshes(model)
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -21,24 +22,20 @@ M_MMAP_THRESHOLD = -3  # mallopt(3)
 
 
 class Blocks(torch.nn.Module):
-    """Lists in a list, a block that is used twice, a container without a forward."""
+    """A block that is used twice, and a parameter and a buffer in no block."""
 
     def __init__(self):
         super().__init__()
         first = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh())
         twice = torch.nn.Linear(30, 30)
-        list_in_list = torch.nn.ModuleList([first, twice])
-        container = torch.nn.ModuleDict({"lists": torch.nn.ModuleList()})
-        container["lists"].append(torch.nn.Linear(30, 2))
-        self.blocks = torch.nn.ModuleList([list_in_list, twice, container])
+        self.layers = torch.nn.ModuleList([first, twice, torch.nn.Linear(30, 2)])
         self.scale = torch.nn.Parameter(torch.ones(2, 1))
         self.register_buffer("shift", torch.randn(3))
 
     def forward(self, source):
-        (first, twice), _, container = self.blocks
+        first, twice, last = self.layers
         hidden = twice(first(source)).tanh()
         hidden = twice(hidden).tanh()
-        (last,) = container["lists"]
         return last(hidden) @ self.scale + self.shift.sum()
 
 
@@ -57,20 +54,7 @@ def blocks(script):
 
     change(script)
     script["make_optimizer"] = make_optimizer
-
-
-def own_options(script):
-    """Rank 1 has a rate and a count of steps that must not count."""
-
-    def make_optimizer(inner, model):
-        optimizer = inner(model)
-        if os.environ["RANK"] == "1":
-            optimizer.param_groups[0]["lr"] = 0.0
-            for state in optimizer.state.values():
-                state["step"] += 100
-        return optimizer
-
-    replace(script, "make_optimizer", make_optimizer)
+    script["blocks_of"] = lambda model: model.layers
 
 
 def nbytes(tensors):
@@ -86,28 +70,30 @@ def nbytes(tensors):
 def held(script):
     """held.RANK.json: what a rank holds of the model, in bytes.
 
-    "whole": the block, and what of the model is still whole, at each call of
-    `fully_shard`. "parts": of weights, gradients and optimizer state, after training.
-    "mapped": whether the snapshot is read from the disk where it is used. "moved": the
-    modules that were moved as a whole. "gathered": the device of a gathered weight.
+    "moved": each module that goes to the device, with the bytes of it that are not in
+    parts, and those that are left of the model as it was made. "left": these, after the
+    last. "parts": of weights, gradients and optimizer state, after training. "mapped":
+    whether the snapshot is read from the disk where it is used. "gathered": the device
+    of a gathered weight.
     """
-    whole = []
-    facts = {"whole": [], "mapped": False, "moved": []}
+    made = []
+    facts = {"moved": [], "mapped": False}
+
+    def left():
+        return nbytes([weight() for weight in made if weight() is not None])
 
     def to(inner, module, *arguments):
-        facts["moved"].append(type(module).__name__)
+        weights = [part for part in module.parameters() if type(part) is not DTensor]
+        moved = [type(module).__name__, nbytes(weights), left()]
+        facts["moved"].append(moved)
         return inner(module, *arguments)
 
-    def shard(inner, model, *arguments):
-        whole.extend(model.parameters())
-        inner(model, *arguments)
+    def load_train_objs(inner):
+        objects = inner()
+        _, _, model, _ = objects
+        made.extend(map(weakref.ref, model.parameters()))
         facts["shapes"] = [list(weight.shape) for weight in model.parameters()]
-        facts["whole"].append(["", nbytes(whole)])
-        whole.clear()
-
-    def fully_shard(inner, block, **options):
-        facts["whole"].append([type(block).__name__, nbytes(whole)])
-        return inner(block, **options)
+        return objects
 
     def check_snapshot(inner, *arguments):
         maps = Path("/proc/self/maps").read_text()
@@ -115,6 +101,7 @@ def held(script):
         inner(*arguments)
 
     def train(inner, self, *arguments):
+        facts["left"] = left()
         inner(self, *arguments)
         weights = list(self.model.parameters())
         gradients = [weight.grad for weight in weights]
@@ -123,12 +110,10 @@ def held(script):
             # A scalar is the number of steps.
             states += [value for value in state.values() if value.dim() > 0]
         facts["parts"] = [nbytes(weights), nbytes(gradients), nbytes(states)]
-        facts["gathered"] = script["gather"](weights[0]).device.type
+        facts["gathered"] = str(getattr(utils.gather_parts(weights[0]), "device", None))
         write("held", facts)
 
-    if "shard" in script:
-        replace(script, "shard", shard)
-        replace(script, "fully_shard", fully_shard)
+    replace(script, "load_train_objs", load_train_objs)
     replace(utils, "check_snapshot", check_snapshot)
     replace(torch.nn.Module, "to", to)
     replace(script["Trainer"], "train", train)
@@ -152,41 +137,18 @@ def passes(script):
     replace(script["Trainer"], "_evaluate", evaluate)
 
 
-class Counting(torch.optim.SGD):
-    """It counts its steps with a number that is no tensor."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for state in self.state.values():
-            state["count"] = state.get("count", 0) + 1
-
-
-def counting(script):
-    def make_optimizer(inner, model):
-        return Counting(model.parameters(), **inner(model).defaults)
-
-    replace(script, "make_optimizer", make_optimizer)
-
-
 def in_second_save(script):
-    """SIGKILL comes to the last rank or to rank 0 in the second save: KILLED says when.
+    """In the second save, SIGKILL comes to a rank: KILLED says when.
 
-    `parts`: before the last rank writes its own. `pointer`: before the file that names
-    the folder is replaced. `old`: after that, before the old folder is removed.
-    `error`: instead of a kill, this file cannot be replaced. A bias is frozen, as well.
+    `parts`: before the last rank writes its own. `metadata`: before rank 0 writes that
+    all have written. `old`: after that, before the old folder is removed. `error`:
+    instead of a kill, the last rank cannot write.
     """
-
-    @changes_objects
-    def freeze(train_set, eval_set, model, loss_fn):
-        model.bias.requires_grad_(False)
-        return train_set, eval_set, model, loss_fn
-
-    freeze(script)
     moment = os.environ["KILLED"]
     called = {
         "parts": (dcp.FileSystemWriter, "write_data"),
-        "pointer": (os, "replace"),
-        "error": (os, "replace"),
+        "error": (dcp.FileSystemWriter, "write_data"),
+        "metadata": (dcp.FileSystemWriter, "finish"),
         "old": (script["shutil"], "rmtree"),
     }
     # The first save removes no folder.
@@ -196,7 +158,10 @@ def in_second_save(script):
     def die(inner, *arguments, **options):
         calls.append(1)
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-        is_hit = moment != "parts" or is_last_rank
+        is_hit = is_last_rank or moment in (
+            "metadata",
+            "old",
+        )  # rank 0 alone calls them
         if len(calls) == call_to_hit and is_hit:
             if moment == "error":
                 raise OSError("planted")
@@ -236,23 +201,6 @@ def changed_while_saving(script):
     replace(dcp, "async_save", async_save)
     replace(script["Trainer"], "_save_snapshot", save)
     replace(dcp.FileSystemWriter, "write_data", write_data)
-
-
-class Experts(torch.nn.Module):
-    """Two blocks: a rank uses one of them, and the next rank the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(20, 1) for _ in range(2))
-
-    def forward(self, source):
-        block = self.blocks[dist.get_rank() % 2]
-        return block(source)
-
-
-@changes_objects
-def experts(train_set, eval_set, _, loss_fn):
-    return train_set, eval_set, Experts(), loss_fn
 
 
 def limited(script):

@@ -31,6 +31,8 @@ def batch_norm(script):
     norm_in_front(script)
     plan = script.get("PLAN", {})  # of tensor_parallel.py
     script["PLAN"] = {f"1.{name}": style for name, style in plan.items()}
+    if "blocks_of" in script:  # of fsdp.py
+        replace(script, "blocks_of", lambda inner, model: inner(model[1]))
 
 
 class Weighted(torch.nn.Module):

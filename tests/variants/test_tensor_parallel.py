@@ -8,31 +8,26 @@ import torch
 
 from tests.helpers.checks import assert_same_losses, help_of, noted
 from tests.trunk.test_probe import replicas
-from tests.variants.test_fsdp import FEW, LARGE, MODEL, launch_limited
-from tools.run.launch import command, environment, launch, plant, run_script, train
+from tests.variants.test_fsdp import FEW, LARGE, LAYERS, MODEL, launch_limited
+from tools.run.launch import launch, plant, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
 
 NAME = "variants/tensor_parallel.py"
 PARENT = "multinode.py"
-LAYERS = """\
-    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
-    model = torch.nn.Sequential(*layers)
-"""
 PLAN = '{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}'
 RATE = "lr=0.001", "lr=0.01"
 PAGE = (ROOT / "docs/split_your_model.md").read_text()
 # {what the page's code begins with: the code}
 FENCES = {code.split()[0]: code for code in re.findall("(?s)```python\n(.*?)```", PAGE)}
 CLIPPING = FENCES["groups"]
-# Layers that stay whole, a frozen one, weights in another order of memory.
+# Layers that stay whole, a frozen one
 MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
-    model[0].weight.data = torch.randn(16, 40)[:, ::2]
     model[3].requires_grad_(False)
 """
-SEED = "utils.seed(0)", 'torch.manual_seed(int(os.environ["RANK"]))'
+SEED = "utils.seed(0)", 'torch.manual_seed(int(utils.os.environ["RANK"]))'
 
 
 @pytest.mark.waits
@@ -93,17 +88,14 @@ def test_two_replicas_of_two_ranks(tmp_path):
     assert len(set(first["random"] + second["random"])) == 4
     for rank, held in enumerate(noted(tmp_path, "held", ranks=4)):
         assert held["parts"] == [4 * (8 * 20 + 8 + 8 + 1)] * 3, "half, and a bias"
-        assert held["gathered"] == ("meta" if rank else "cpu")
-        assert held["moved"] == ["MSELoss"], "no device holds the whole model"
+        assert held["gathered"] == ("None" if rank else "cpu")
+        no_layer_is_whole = [["Sequential", 0, 0], ["MSELoss", 0, 0]]
+        assert held["moved"] == no_layer_is_whole
 
 
-ODD = LAYERS, LAYERS.replace("16", "15")
 SMALL = "MyTrainDataset(2048)", "MyTrainDataset(31)"
-UNKNOWN = '"2": p', '"4": p'
 WRONG = [
     ("--split 4 does not divide 2 ranks", 4, []),
-    ("PLAN names ['4'], the model has ['', '0', '1', '2']", 2, [UNKNOWN]),
-    ("--split 2 does not divide 0.weight", 2, [ODD]),
     ("too few: a step takes 32 of 31 samples, 512 held out", 2, [SMALL]),
 ]
 
@@ -118,62 +110,28 @@ def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     assert not (tmp_path / "snapshot.pt").exists()
 
 
-def test_a_parameter_that_no_rank_uses(tmp_path):
-    more = LAYERS, LAYERS + "    model.unused = torch.nn.Linear(1, 1)\n"
-    in_training = "self.model(source)\n        loss ="
-    without = in_training, in_training.replace("model", "model[:3]")
-    script = plant(NAME, tmp_path / "copy", more, without)
-    done = launch(script, 1, 1, cwd=tmp_path, real="")
-    assert "RuntimeError: unused.weight has no gradient" in done.stderr
-
-
 ADDED = """
-import os
 import torch
 import torch.distributed as dist
 from torch.profiler import profile
-from torch.utils.data import DistributedSampler
 from variants import tensor_parallel
 
-os.environ["LOCAL_WORLD_SIZE"] = "1"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layers = torch.nn.Linear(2, 2), torch.nn.GELU(), torch.nn.Linear(2, 2)
 model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(2))
-optimizer = torch.optim.SGD(model.parameters(), 1)
-its_list = optimizer.param_groups[0]["params"]
-optimizer.state[model[0].weight] |= {"note": 3, "mean": torch.zeros(2, 2)}
-sampler = DistributedSampler([0])
-old = model[0].weight
-
-def broadcasts(events):
-    return [event.name for event in events].count("gloo:broadcast")
-
-with profile() as seen:
-    group = tensor_parallel.split_layers(model, optimizer, sampler, torch.device("cpu"))
-print(broadcasts(seen.events()))
-print(old.sum().item(), old.untyped_storage().nbytes())
+group = tensor_parallel.split_layers(model, torch.device("cpu"), 1)
 with profile() as seen:
     model(torch.zeros(3, 2)).sum().backward()
     tensor_parallel.average_gradients(model, group)
-print(broadcasts(seen.events()))
-new = model[0].weight
-state = optimizer.state[new]
-print(its_list[0] is new, state["note"], state["mean"].placements == new.placements)
-((weight,),) = tensor_parallel.gather([(new,)])
-print(type(weight))
+print([event.name for event in seen.events()].count("gloo:broadcast"))
 """
 
 
-def test_what_a_reader_adds(tmp_path):
-    """A list that an optimizer keeps, a note in its state, a tuple.
-
-    All 9 tensors are sent once, and one to a replica. The whole weights are freed. What
-    still uses them is NaN. After a step, all ranks have the 3 buffers of rank 0.
-    """
+def test_buffers_that_training_reads(tmp_path):
+    """After a step, all ranks have the 3 buffers of rank 0."""
     (tmp_path / "added.py").write_text(ADDED)
     done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    lines = ["10", "nan 4", "3", "True 3 True", "<class 'torch.Tensor'>"]
-    assert done.stdout.splitlines() == lines, done.stderr
+    assert done.stdout == "3\n", done.stderr
 
 
 SHARDED = f"""
@@ -235,24 +193,6 @@ def test_without_the_option_each_rank_is_a_replica(tmp_path):
     done = train(ROOT / NAME, 1, 1, cwd=tmp_path, own_options=False)
     assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout
     assert "--split SPLIT ranks that share a layer" in help_of(NAME, tmp_path)
-
-
-def test_a_layer_on_two_machines_is_told(tmp_path):
-    script = ROOT / NAME
-    words = command(script, 1, 1, "--split", 2, nprocs=1, own_options=False)
-    words.remove("--standalone")
-    start, *rest = words
-    meet = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:29531"
-    words = [start, *meet.split(), *rest]
-    env = environment(script, {"OMP_NUM_THREADS": 1})
-    forks = []
-    for machine in range(2):
-        folder = tmp_path / str(machine)
-        folder.mkdir()
-        forks.append(Program(words, folder, **env))
-    first, second = [fork.finish().stdout for fork in forks]
-    line = "the 2 ranks of a layer are on several machines: it will be slow\n"
-    assert (first + second).count(line) == 1
 
 
 @pytest.mark.waits

@@ -16,18 +16,21 @@ def losses(done):
 
 def load(path):
     """The snapshot at `path`, put together if it is in parts."""
-    snapshot = torch.load(path, map_location="cpu", weights_only=True)
-    if "FOLDER" in snapshot:  # of torch.distributed.checkpoint, beside it
-        put_together(snapshot, Path(path).parent / snapshot.pop("FOLDER"))
-    return snapshot
+    folders = {}  # {epochs: such a folder}, of torch.distributed.checkpoint
+    for metadata in Path(path).parent.glob(f"{Path(path).name}.*/.metadata"):
+        epochs = metadata.parent.suffixes[-2]  # before a random name
+        folders[int(epochs.removeprefix("."))] = metadata.parent
+    if folders:
+        newest = max(folders)
+        return put_together(folders[newest]) | {"EPOCHS_RUN": newest}
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def put_together(snapshot, folder):
-    """Make `snapshot` the plain one of which `folder` has the parts."""
-    snapshot.pop("SHAPES")
+def put_together(folder):
+    """The model and the optimizer of a plain snapshot, of which `folder` has parts."""
     with tempfile.NamedTemporaryFile() as whole:
         dcp_to_torch_save(folder, whole.name)
-        snapshot |= load(whole.name)
+        snapshot = torch.load(whole.name, map_location="cpu", weights_only=True)
     optimizer = snapshot["OPTIMIZER_STATE"]  # with names, where others have numbers
     numbers = {}
     for group in optimizer["param_groups"]:
@@ -36,6 +39,7 @@ def put_together(snapshot, folder):
         group["params"] = [numbers[name] for name in group["params"]]
     state = optimizer["state"]
     optimizer["state"] = {numbers[name]: state[name] for name in state}
+    return snapshot
 
 
 def weights(path):
