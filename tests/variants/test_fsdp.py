@@ -12,7 +12,6 @@ from tests.conftest import needs_hosts
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
-    import_script,
     noted,
 )
 from tools.run import hosts
@@ -98,7 +97,7 @@ TIED = """\
 
 
 def test_blocks_that_share_a_parameter(tmp_path):
-    """FSDP2 makes two of it. PyTorch 2.11 trains both, later versions raise an error."""
+    """FSDP2 makes two of it, and PyTorch 2.11 trains both. Later versions raise."""
     script = plant(NAME, tmp_path / "copy", (LAYERS, TIED))
     done = launch(script, 1, 1, cwd=tmp_path, real="")
     assert "error: blocks share a parameter: return one block that" in done.stderr
