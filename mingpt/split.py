@@ -27,6 +27,7 @@ CUTS = {
     "mlp.c_fc.bias": (0, 1),
     "mlp.c_proj.weight": (1, 1),
 }
+ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
 
 
 def cut_of(name):
@@ -35,16 +36,16 @@ def cut_of(name):
     return CUTS.get(in_block)
 
 
-def check(size, model, optimizer, shard, dtype):
+def check(configuration, model):
     """End with one line if --split does not fit the model, the ranks or the options."""
-    # AdamW does not need whole matrices, as Muon does.
-    fits = isinstance(model, GPT) and type(optimizer) is torch.optim.AdamW
+    size = configuration.parallel.split
+    fits = isinstance(model, GPT) and not configuration.parallel.shard
     for block in model.transformer.h if fits else []:
         types = [type(part) for part in (block, block.attn, block.mlp)]
         if types != [Block, CausalSelfAttention, MLP]:  # CUTS knows these alone
             fits = False
-    if not fits or shard or dtype == torch.float16:
-        utils.error("--split: only mingpt.model with AdamW, no --shard, fp32 or bf16")
+    if not fits or configuration.run.precision == "fp16":
+        utils.error(ONLY)
     counts = {
         "ranks": dist.get_world_size(),
         "heads": model.config.n_head,
@@ -53,6 +54,12 @@ def check(size, model, optimizer, shard, dtype):
     for name, count in counts.items():
         if count % size:
             utils.error(f"--split {size} does not divide {count} {name}")
+
+
+def check_optimizer(optimizer):
+    """End with one line if the optimizer may need whole matrices, as Muon does."""
+    if type(optimizer) is not torch.optim.AdamW:
+        utils.error(ONLY)
 
 
 def column_wise(layer, group, x):
@@ -93,11 +100,8 @@ class Split(Parallel):
     def __init__(self, replica_size):
         self.replica_size = replica_size
 
-    def distribute(self, model, optimizer, device):
-        """Move this rank's part to the device.
-
-        Before, each rank has the whole model, on the CPU. All start from rank 0's.
-        """
+    def distribute(self, model, device):
+        """Move this rank's part to the device. All start from rank 0's weights."""
         ranks = torch.arange(dist.get_world_size()).view(-1, self.replica_size)
         minutes = timedelta(minutes=5)
         self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), minutes)
@@ -106,15 +110,9 @@ class Split(Parallel):
         for block in model.transformer.h:
             self._split_block(block.attn, block.mlp)
         for name, weight in model.named_parameters():
-            state = optimizer.state.get(weight, {})
-            for key, value in state.items():
-                if value.shape == weight.shape:
-                    state[key] = self._part(name, value)
-            value = weight.data.to(device)
-            dist.broadcast(value, src=0)
-            weight.data = self._part(name, value)
-        optimizer.load_state_dict(optimizer.state_dict())  # to where the weights are
-        return super().distribute(model, optimizer, device)
+            whole = weight.data.to(device)
+            dist.broadcast(whole, src=0)
+            weight.data = self.part_of(whole, name, weight)
 
     def _split_block(self, attn, mlp):
         for layer in (attn.c_attn, mlp.c_fc):
@@ -125,16 +123,13 @@ class Split(Parallel):
         if attn.dropout:
             attn.attention = partial(attend, attn.attention, self.group.rank())
 
-    def _part(self, name, whole):
-        """What this rank has of a tensor for the weight `name`.
-
-        It is a copy of a part, or `whole` itself if the weight is not cut.
-        """
+    def part_of(self, saved, name, weight):
+        """A copy of a part, or `saved` itself if it is not cut: as a count of steps."""
         cut = cut_of(name)
-        if cut is None:
-            return whole
+        if cut is None or saved.dim() == 0:
+            return saved
         dim, matrices = cut
-        whole = whole.unflatten(dim, (matrices, -1))
+        whole = saved.unflatten(dim, (matrices, -1))
         part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
         return part.flatten(dim, dim + 1).clone()
 

@@ -3,8 +3,6 @@
 What holds for mingpt/modern.py, too, is tested of both.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -54,17 +52,10 @@ def test_attention_in_bfloat16_on_a_cpu():
 @both
 def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
     def chosen(precision):
-        args = SimpleNamespace(
-            **options.PRESETS["nano"],
-            model=which.__name__,
-            init_from=None,
-            dropout=0.0,
-            checkpoint=False,
-            weight_decay=0.0,
-            precision=precision,
-            compile="off",
-        )
-        model, _ = loading.load_model(args, vocab_size=31, device=torch.device("cpu"))
+        words = ["--model", which.__name__, "--precision", precision]
+        words += ["--device", "cpu", "--compile", "off"]
+        configuration = options.resolve(options.make_parser("").parse_args(words))
+        model = loading.load_model(configuration, vocab_size=31)
         return model.transformer.h[0].attn.attention
 
     assert chosen("fp32") is which.attention
