@@ -27,60 +27,14 @@ STEPS = {
 }
 # Those that are called gpt2 have the sizes of GPT-2. For gpt2, 8 processes take 524,288
 # tokens in a step, as GPT-2's reproductions do.
-GPT2 = {"block_size": 1024, "batch_size": 64, "steps": 20_000}
 PRESETS = {
-    "nano": {
-        "n_layer": 4,
-        "n_head": 4,
-        "n_embd": 128,
-        "block_size": 64,
-        "batch_size": 12,
-        "accumulate": 1,
-        "steps": 2000,
-        "lr": 3e-3,
-    },
-    "mini": {
-        "n_layer": 6,
-        "n_head": 6,
-        "n_embd": 384,
-        "block_size": 256,
-        "batch_size": 64,
-        "accumulate": 1,
-        "steps": 5000,
-        "lr": 1e-3,
-    },
-    "gpt2": {
-        **GPT2,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "accumulate": 4,
-        "lr": 6e-4,
-    },
-    "gpt2-medium": {
-        **GPT2,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_embd": 1024,
-        "accumulate": 8,
-        "lr": 3e-4,
-    },
-    "gpt2-large": {
-        **GPT2,
-        "n_layer": 36,
-        "n_head": 20,
-        "n_embd": 1280,
-        "accumulate": 16,
-        "lr": 2.5e-4,
-    },
-    "gpt2-xl": {
-        **GPT2,
-        "n_layer": 48,
-        "n_head": 25,
-        "n_embd": 1600,
-        "accumulate": 32,
-        "lr": 2e-4,
-    },
+    # the order of SIZES and STEPS: layers, heads, width, block, batch, accumulate, ...
+    "nano": (4, 4, 128, 64, 12, 1, 2000, 3e-3),
+    "mini": (6, 6, 384, 256, 64, 1, 5000, 1e-3),
+    "gpt2": (12, 12, 768, 1024, 64, 4, 20_000, 6e-4),
+    "gpt2-medium": (24, 16, 1024, 1024, 64, 8, 20_000, 3e-4),
+    "gpt2-large": (36, 20, 1280, 1024, 64, 16, 20_000, 2.5e-4),
+    "gpt2-xl": (48, 25, 1600, 1024, 64, 32, 20_000, 2e-4),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -270,7 +224,7 @@ def resolve(args):
     A preset gives the values that were not typed, and "auto" follows from the device.
     """
     chosen = dict(vars(args))
-    for name, value in PRESETS[args.preset].items():
+    for name, value in zip(SIZES | STEPS, PRESETS[args.preset], strict=True):
         is_given = args.init_from and name in SIZES
         if chosen[name] is None and not is_given:
             chosen[name] = value

@@ -35,31 +35,19 @@ class Parallel:
             return model  # there is no other replica to average with
         return DistributedDataParallel(model, process_group=self.data_group)
 
-    def part_of(self, saved, name, weight):
-        """What this rank has of a tensor that was saved for a weight, or of another."""
+    def part_of(self, saved, weight):
+        """What this rank has of a value that was saved for a weight."""
         return utils.part_of(saved, weight)
 
-    def keep_parts(self, snapshot, model, optimizer):
-        """Leave in a snapshot what this rank has of each tensor.
-
-        The snapshot may be one of another model: `utils.check_snapshot` comes later,
-        because it compares the shapes of parts.
-        """
-        weights = model.state_dict()
-        state = snapshot["MODEL_STATE"]
-        for name, saved in state.items():
-            state[name] = self.part_of(saved, name, weights.get(name))
-        names = {weight: name for name, weight in model.named_parameters()}
-        # mingpt.modern has several optimizers in one.
-        optimizers = getattr(optimizer, "optimizers", [optimizer])
-        state = snapshot["OPTIMIZER_STATE"]
-        states = state.get("optimizers", [state])
-        for optimizer, state in zip(optimizers, states, strict=False):
-            groups = [group["params"] for group in optimizer.param_groups]
-            for number, weight in enumerate(itertools.chain(*groups)):
-                averages = state["state"].get(number, {})
-                for key, saved in averages.items():
-                    averages[key] = self.part_of(saved, names[weight], weight)
+    def whole_of(self, value, weight):
+        """A copy of what was a weight's, whole, on rank 0's CPU. All ranks call it."""
+        if isinstance(value, list):
+            return [self.whole_of(item, weight) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
     def named_weights(self, model):
         """{name: weight}. All ranks with one name should have the same weights."""
@@ -67,14 +55,6 @@ class Parallel:
 
     def clip_grad_norm_(self, model, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-    def whole_copies(self, model, optimizer):
-        """{`place_of` a part: the copy of the whole tensor}, which copy_to_cpu takes.
-
-        All ranks call it, and rank 0 gets the copies. DTensors are not among them,
-        because copy_to_cpu gathers those itself.
-        """
-        return {}
 
 
 class Whole(Parallel):
@@ -108,30 +88,36 @@ class Sharded(Parallel):
         return model  # FSDP averages the gradients
 
 
-def copy_to_cpu(value, copies):
-    """`value`, all tensors in its dicts and lists copied, on rank 0.
+def change_tensors(snapshot, model, optimizer, change):
+    """The snapshot with `change(value, weight)` for each value that a weight has there.
 
-    All ranks gather what is in parts, one tensor at a time. copies: {`place_of` a
-    tensor: its copy}, of what is copied already. Therefore tied weights stay tied.
+    change: `part_of` or `whole_of` of a Parallel.
     """
-    if isinstance(value, dict):
-        return {name: copy_to_cpu(item, copies) for name, item in value.items()}
-    if isinstance(value, list):
-        return [copy_to_cpu(item, copies) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    whole = value
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()  # all ranks take part, also those without a part
-    if dist.get_rank() > 0:
-        return None
-    place = place_of(value)
-    if place not in copies:
-        copies[place] = whole.to("cpu", copy=True)
-    return copies[place]
+    weights = model.state_dict(keep_vars=True)
+    changed = {}  # by weight, so that tied ones stay tied
+    model_state = {}
+    for name, value in snapshot["MODEL_STATE"].items():
+        weight = weights.get(name)  # None if the snapshot is another model's
+        if weight not in changed:
+            changed[weight] = change(value, weight)
+        model_state[name] = changed[weight]
+    state = change_averages(snapshot["OPTIMIZER_STATE"], optimizer, change)
+    return snapshot | {"MODEL_STATE": model_state, "OPTIMIZER_STATE": state}
 
 
-def place_of(tensor):
-    """Where a tensor is in memory: two that are tied are at the same place."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.data_ptr(), part.dtype, part.shape, part.stride()
+def change_averages(state, optimizer, change):
+    """The same for an optimizer's state, such as its averages of gradients."""
+    if "optimizers" in state:  # it is mingpt.modern's
+        several = getattr(optimizer, "optimizers", [])
+        pairs = zip(state["optimizers"], several, strict=False)
+        states = [change_averages(*pair, change) for pair in pairs]
+        return state | {"optimizers": states}
+    groups = [group["params"] for group in optimizer.param_groups]
+    weights = dict(enumerate(itertools.chain(*groups)))
+    averages = {}
+    for number, values in state["state"].items():
+        weight = weights.get(number)
+        averages[number] = {
+            name: change(value, weight) for name, value in values.items()
+        }
+    return state | {"state": averages}

@@ -15,25 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
 from mingpt.model import GPT, MLP, Block, CausalSelfAttention
-from mingpt.parallel import Parallel, copy_to_cpu, place_of
+from mingpt.parallel import Parallel
 
-# {a weight of a block: (the dimension along which it is cut, how many matrices are in
-# it)}. A Linear has its outputs along dimension 0, and its inputs along 1.
-CUTS = {
-    "attn.c_attn.weight": (0, 3),  # the matrices of q, k and v
-    "attn.c_attn.bias": (0, 3),
-    "attn.c_proj.weight": (1, 1),
-    "mlp.c_fc.weight": (0, 1),
-    "mlp.c_fc.bias": (0, 1),
-    "mlp.c_proj.weight": (1, 1),
-}
 ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
-
-
-def cut_of(name):
-    """What CUTS has for a weight, such as transformer.h.0.mlp.c_fc.bias, or None."""
-    in_block = name.split(".", 3)[-1]  # such as mlp.c_fc.bias
-    return CUTS.get(in_block)
 
 
 def check(configuration, model):
@@ -42,7 +26,7 @@ def check(configuration, model):
     fits = isinstance(model, GPT) and not configuration.parallel.shard
     for block in model.transformer.h if fits else []:
         types = [type(part) for part in (block, block.attn, block.mlp)]
-        if types != [Block, CausalSelfAttention, MLP]:  # CUTS knows these alone
+        if types != [Block, CausalSelfAttention, MLP]:  # Split knows these alone
             fits = False
     if not fits or configuration.run.precision == "fp16":
         utils.error(ONLY)
@@ -99,6 +83,8 @@ class Split(Parallel):
 
     def __init__(self, replica_size):
         self.replica_size = replica_size
+        # {a weight that is cut: (along which dimension, how many matrices are in it)}
+        self.cuts = {}
 
     def distribute(self, model, device):
         """Move this rank's part to the device. All start from rank 0's weights."""
@@ -109,42 +95,49 @@ class Split(Parallel):
         self.data_group, _ = dist.new_subgroups_by_enumeration(columns, minutes)
         for block in model.transformer.h:
             self._split_block(block.attn, block.mlp)
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             whole = weight.data.to(device)
             dist.broadcast(whole, src=0)
-            weight.data = self.part_of(whole, name, weight)
+            weight.data = self.part_of(whole, weight)
 
     def _split_block(self, attn, mlp):
-        for layer in (attn.c_attn, mlp.c_fc):
+        # A Linear's weight has its outputs along dimension 0, and its inputs along 1.
+        for layer, matrices in ((attn.c_attn, 3), (mlp.c_fc, 1)):  # 3: of q, k and v
             layer.forward = partial(column_wise, layer, self.group)
+            self.cuts[layer.weight] = (0, matrices)
+            self.cuts[layer.bias] = (0, matrices)
         for layer in (attn.c_proj, mlp.c_proj):
             layer.forward = partial(row_wise, layer, self.group)
+            self.cuts[layer.weight] = (1, 1)
         attn.n_head //= self.replica_size
         if attn.dropout:
             attn.attention = partial(attend, attn.attention, self.group.rank())
 
-    def part_of(self, saved, name, weight):
-        """A copy of a part, or `saved` itself if it is not cut: as a count of steps."""
-        cut = cut_of(name)
-        if cut is None or saved.dim() == 0:
+    def part_of(self, saved, weight):
+        """A copy of a part, or `saved` itself if it is not cut."""
+        if not self._is_cut(saved, weight):
             return saved
-        dim, matrices = cut
+        dim, matrices = self.cuts[weight]
         whole = saved.unflatten(dim, (matrices, -1))
         part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
         return part.flatten(dim, dim + 1).clone()
 
-    def _whole(self, name, part):
-        """The tensor of which each rank of the group has its part."""
-        dim, matrices = cut_of(name)
-        parts = [torch.empty_like(part) for _ in range(self.replica_size)]
-        dist.all_gather(parts, part, group=self.group)
-        parts = [each.unflatten(dim, (matrices, -1)) for each in parts]
-        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+    def whole_of(self, value, weight):
+        if self._is_cut(value, weight):
+            dim, matrices = self.cuts[weight]
+            parts = [torch.empty_like(value) for _ in range(self.replica_size)]
+            dist.all_gather(parts, value, group=self.group)
+            parts = [part.unflatten(dim, (matrices, -1)) for part in parts]
+            value = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+        return super().whole_of(value, weight)
+
+    def _is_cut(self, value, weight):
+        return weight in self.cuts and value.dim() > 0  # a count of steps is not
 
     def named_weights(self, model):
         weights = {}
         for name, weight in model.named_parameters():
-            part = f"part {self.group.rank()} of " if cut_of(name) else ""
+            part = f"part {self.group.rank()} of " if weight in self.cuts else ""
             weights[part + name] = weight
         return weights
 
@@ -152,8 +145,8 @@ class Split(Parallel):
         """Clip the gradients by the norm of the whole model, which all ranks know."""
         parts = []
         others = []
-        for name, weight in model.named_parameters():
-            if cut_of(name):
+        for weight in model.parameters():
+            if weight in self.cuts:
                 parts.append(weight.grad)
             else:
                 others.append(weight.grad)
@@ -161,14 +154,3 @@ class Split(Parallel):
         dist.all_reduce(square, group=self.group)
         norm = (square + get_total_norm(others) ** 2).sqrt()
         clip_grads_with_norm_(model.parameters(), max_norm, norm)
-
-    def whole_copies(self, model, optimizer):
-        copies = {}
-        for name, weight in model.named_parameters():
-            if cut_of(name):
-                state = optimizer.state.get(weight, {})
-                for part in [weight.detach(), *state.values()]:
-                    if part.shape == weight.shape:
-                        whole = self._whole(name, part)
-                        copies[place_of(part)] = copy_to_cpu(whole, copies={})
-        return copies

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import utils
 from mingpt import batches, checks, data, loading, options, report, split
-from mingpt.parallel import Parallel, Sharded, Whole, copy_to_cpu
+from mingpt.parallel import Parallel, Sharded, Whole, change_tensors
 
 
 def ddp_setup(device):
@@ -239,8 +239,9 @@ class Trainer:
             "CONFIGURATION": self.must_match,
         }
         # A copy, because the next steps change the weights while it is written.
-        copies = self.parallel.whole_copies(self.model, self.optimizer)
-        snapshot = copy_to_cpu(snapshot, copies)
+        snapshot = change_tensors(
+            snapshot, self.model, self.optimizer, self.parallel.whole_of
+        )
         if dist.get_rank() == 0:  # one rank writes
             self.writing = self.writer.submit(
                 utils.save_atomically, snapshot, self.run.snapshot_path
@@ -265,7 +266,9 @@ class Trainer:
         if snapshot is None:
             return
         checks.check_snapshot(snapshot, self.must_match, path)
-        self.parallel.keep_parts(snapshot, self.model, self.optimizer)
+        snapshot = change_tensors(
+            snapshot, self.model, self.optimizer, self.parallel.part_of
+        )
         utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])

@@ -88,6 +88,23 @@ def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(
     assert options.fast_precision(torch.device("cpu")) == precision
 
 
+def test_a_preset_gives_what_is_not_typed():
+    def resolve(*words):
+        words = ["--device", "cpu", "--preset", "gpt2", *words]
+        return options.resolve(options.make_parser("").parse_args(words))
+
+    found = resolve("--n-layer", "2", "--lr", "0.5")
+    assert (found.model.n_layer, found.model.block_size) == (2, 1024)
+    assert (found.optimizer.lr, found.run.batch_size) == (0.5, 64)
+    assert (found.run.steps, found.run.eval_every) == (20_000, 2000)
+    assert found.run.precision in options.DTYPES
+    assert isinstance(found.run.compile, bool)
+    # GPT-2's weights know their own size.
+    found = resolve("--init-from", "gpt2", "--n-head", "12")
+    assert (found.model.n_layer, found.model.n_head) == (None, 12)
+    assert found.run.batch_size == 64
+
+
 @both
 def test_in_16_bits_the_attention_is_and_the_loss_is_not(which):
     dtypes = []
@@ -187,8 +204,7 @@ def test_temperature_and_top_k_choose():
     "preset, parameters", [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200)]
 )
 def test_presets_have_the_parameters_of_gpt2(preset, parameters):
-    preset = options.PRESETS[preset]
-    sizes = {name: preset[name] for name in options.SIZES}
+    sizes = dict(zip(options.SIZES, options.PRESETS[preset], strict=False))
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig(**sizes))
     assert sum(weight.numel() for weight in model.parameters()) == parameters
