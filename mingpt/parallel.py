@@ -88,19 +88,20 @@ class Sharded(Parallel):
         return model  # FSDP averages the gradients
 
 
+@torch.no_grad()
 def change_tensors(snapshot, model, optimizer, change):
     """The snapshot with `change(value, weight)` for each value that a weight has there.
 
     change: `part_of` or `whole_of` of a Parallel.
     """
     weights = model.state_dict(keep_vars=True)
-    changed = {}  # by weight, so that tied ones stay tied
+    changed = {}  # {id of a value: what became of it}, so that tied ones stay tied
     model_state = {}
     for name, value in snapshot["MODEL_STATE"].items():
-        weight = weights.get(name)  # None if the snapshot is another model's
-        if weight not in changed:
-            changed[weight] = change(value, weight)
-        model_state[name] = changed[weight]
+        if id(value) not in changed:
+            # There is no weight if the snapshot is another model's.
+            changed[id(value)] = change(value, weights.get(name))
+        model_state[name] = changed[id(value)]
     state = change_averages(snapshot["OPTIMIZER_STATE"], optimizer, change)
     return snapshot | {"MODEL_STATE": model_state, "OPTIMIZER_STATE": state}
 

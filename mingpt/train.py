@@ -231,7 +231,8 @@ class Trainer:
 
     def _save_snapshot(self):
         snapshot = {
-            "MODEL_STATE": self.model.state_dict(),
+            # With keep_vars, tied weights are one object.
+            "MODEL_STATE": self.model.state_dict(keep_vars=True),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
