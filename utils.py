@@ -93,12 +93,10 @@ def gather(value):
 
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
-    # Mostly all ranks find the same fault, and one line is enough. So the first rank of
-    # a machine prints it and ends. All other ranks sleep first, and the launcher ends
-    # them in their sleep. If only one of these others has found a fault, nobody ends
-    # it, and it prints the fault after its sleep. `spawn` sets no LOCAL_RANK, but has
-    # one machine: there, the local rank is the rank. (Before these ranks form the
-    # group, all count as rank 0, and each may print.)
+    # Mostly all ranks find the same fault, and one line is enough: the first rank of a
+    # machine prints it and ends, and the launcher then ends the others, which sleep
+    # here. If one of those has found the fault alone, it prints after its sleep.
+    # (`spawn` sets no LOCAL_RANK. Before the group is formed, all count as rank 0.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
@@ -337,10 +335,10 @@ def check_state(losses, model, optimizer, path):
 
 
 def no_run_can_load(value):
-    """The first part of `value` that `torch.load` refuses, or None.
+    """The first part of `value` whose class `torch.load` will refuse, or None.
 
-    It loads numbers, text and tensors, but no objects of most other classes, such as
-    NumPy's numbers: these could run code.
+    It loads numbers, text and tensors, but objects of few other classes: not NumPy's
+    numbers, for example. Code that they bring could do harm.
     """
     if isinstance(value, dict):
         value = list(value.values())

@@ -39,7 +39,7 @@ def shard(model, device):
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
         block.to(device)
         for tensor in [*block.parameters(), *block.buffers()]:
-            if not isinstance(tensor, DTensor):  # such as a part of a block before
+            if not isinstance(tensor, DTensor):  # else a block before has it already
                 dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
     if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
@@ -154,7 +154,7 @@ class Trainer:
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
-        utils.keep_parts(snapshot, self.model, self.optimizer)
+        utils.keep_parts(snapshot, self.model, self.optimizer)  # each of its own file
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
