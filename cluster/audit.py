@@ -44,8 +44,9 @@ module.begin({site!r})
 
 # A section is a check, in the order in which they are made, the worst first. `rule` is
 # a function below. Of the checks of a group, the first that finds something is told:
-# the others would find what follows from it. `level`: a MISTAKE changes what is
-# trained, evaluated or saved; a RISK may cost a snapshot or an exit; a COST is time.
+# the others would find what follows from it (and one check speaks for two groups).
+# `level`: a MISTAKE changes what is trained, evaluated or saved; a RISK may cost a
+# snapshot or an exit; a COST is time.
 # Without `ok`, a check finds the cause of what another one sees. Without `needs`, it is
 # of what few scripts use. `help` is a section of our pages, `see` a page of PyTorch's.
 CHECKS = """
@@ -314,7 +315,7 @@ see = data.html
 level = MISTAKE
 rule = met
 group = met
-ok = a collective follows each evaluation (what it combines is not checked)
+ok = a collective follows each evaluation; what it combines is not checked
 wrong = each rank evaluates different samples, and the results are not combined
 needs = the same evaluation twice on two ranks
 why = Each rank prints, and acts on, the result of its own samples only.

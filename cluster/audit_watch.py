@@ -675,7 +675,7 @@ class Steps:
         passes.thread = threading.get_ident()
         watch.evaluations.end()
         watch.batches.flush("trained")
-        title = f"number of steps of optimizer {len(self.counts)}"
+        title = f"the number of steps of optimizer {len(self.counts)}"
         title = self.titles.setdefault(optimizer, title)
         self.counts.setdefault(title, 0)
         for lines, times in passes.sends.values():
@@ -842,7 +842,7 @@ class Steps:
             dead = self.dead and not self.moved.get(each)
             watch.note("dead", f"{name} has had no gradient", dead, lines=lines)
         if not watch.group.era[0]:
-            counts = self.counts or {"number of steps of optimizer 0": 0}
+            counts = self.counts or {"the number of steps of optimizer 0": 0}
             facts = {"value": counts, "lines": self.lines}
             watch.emit("steps", key="all", **facts)
             if watch.passes.clock:
