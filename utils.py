@@ -18,7 +18,6 @@ optimizer and how many epochs are finished.
 """
 
 import argparse
-import io
 import math
 import os
 import random
@@ -29,12 +28,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 # Not used here. DistributedDataParallel imports it when a model is wrapped. If it was
 # not imported before the process group was formed, a program may hang when it ends:
 # https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 # {path of a snapshot: when the file was changed, as this process last read or wrote it}
 # If the file has another time when we save, or is not in here, another run wrote it.
@@ -94,12 +93,10 @@ def gather(value):
 
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
-    # Mostly all ranks find the same fault, and one line is enough. So the first rank of
-    # a machine prints it and ends. All other ranks sleep first, and the launcher ends
-    # them in their sleep. If only one of these others has found a fault, nobody ends
-    # it, and it prints the fault after its sleep. `spawn` sets no LOCAL_RANK, but has
-    # one machine: there, the local rank is the rank. (Before these ranks form the
-    # group, all count as rank 0, and each may print.)
+    # Mostly all ranks find the same fault, and one line is enough: the first rank of a
+    # machine prints it and ends, and the launcher then ends the others, which sleep
+    # here. If one of those has found the fault alone, it prints after its sleep.
+    # (`spawn` sets no LOCAL_RANK. Before the group is formed, all count as rank 0.)
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
     if local_rank > 0:
         time.sleep(5)
@@ -277,17 +274,6 @@ def set_device(name, local_rank=None, nprocs=1):
 # Checks, which all ranks must call
 
 
-def check_savable(name, value):
-    """End with an error if no run could load a snapshot that holds `value`."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)  # refuses most classes
-    except Exception as reason:
-        error(f"no snapshot can hold {name}, {value!r:.60}: {str(reason):.60}")
-
-
 def check_objects(train_set, eval_set, model, optimizer, batch_size):
     """End with an error if ranks cannot train on these objects of a script.
 
@@ -299,15 +285,12 @@ def check_objects(train_set, eval_set, model, optimizer, batch_size):
     # loss's own, would become different from rank to rank. (A set compares tensors by
     # which objects they are, not by their values.)
     parameters = set(model.parameters())
+    for value in vars(optimizer).values():  # as in Lookahead or SAM
+        if isinstance(value, torch.optim.Optimizer):
+            error("the optimizer holds another one, whose state would not be saved")
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
             error("the optimizer has parameters that the model does not have")
-        for name, value in group.items():
-            if name != "params":  # such as a rate, which NumPy may have computed
-                check_savable(f"the optimizer's {name}", value)
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            check_savable(f"the model's {name}", value)
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
@@ -332,9 +315,7 @@ def sums_of(weights):
         exact = torch.float32 if weight.device.type == "mps" else torch.float64
         total = weight.sum(dtype=exact)
         norm = torch.linalg.vector_norm(weight, dtype=exact)
-        # If ranks split the weights, these are DTensors: PyTorch's tensors of which
-        # each rank has a part. `full_tensor` puts the parts together.
-        if hasattr(total, "full_tensor"):
+        if isinstance(total, DTensor):  # if ranks split the weight
             total = total.full_tensor()
             norm = norm.full_tensor()
         found[name] = torch.stack([total, norm])
@@ -343,11 +324,32 @@ def sums_of(weights):
     return dict(zip(found, pairs, strict=True))
 
 
-def check_weights(losses, model, epochs_run, path):
-    """End with an error, before a save, if `what_is_wrong` with losses or weights."""
+def check_state(losses, model, optimizer, path):
+    """End with an error, before a save, if what would be saved is wrong."""
     wrong = what_is_wrong(losses, dict(model.named_parameters()))
+    part = no_run_can_load([model.state_dict(), optimizer.state_dict()])
+    if part is not None:
+        wrong = f"no run can load {part!r:.60}"
     if wrong:
-        error(f"epoch {epochs_run}: {wrong}, not saved to {path}")
+        error(f"{wrong}, not saved to {path}")
+
+
+def no_run_can_load(value):
+    """The first part of `value` whose class `torch.load` will refuse, or None.
+
+    It loads numbers, text and tensors, but objects of few other classes: not NumPy's
+    numbers, for example. Code that they bring could do harm.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        library = type(value).__module__.partition(".")[0]
+        return None if library in ("builtins", "torch") else value
+    for part in value:
+        found = no_run_can_load(part)
+        if found is not None:
+            return found
+    return None
 
 
 def what_is_wrong(losses, weights):
@@ -453,11 +455,6 @@ def broadcast_snapshot(path, src):
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def lengths(groups):
-    """How many parameters are in each of an optimizer's groups."""
-    return [len(group["params"]) for group in groups]
-
-
 def check_snapshot(snapshot, model, optimizer, path):
     """End with an error if `snapshot` does not fit; print the settings it will replace.
 
@@ -476,7 +473,9 @@ def check_snapshot(snapshot, model, optimizer, path):
         error(f"{path} belongs to another model: {hint}")
     old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
     new_groups = optimizer.state_dict()["param_groups"]
-    if lengths(old_groups) != lengths(new_groups):
+    old_sizes = [len(group["params"]) for group in old_groups]
+    new_sizes = [len(group["params"]) for group in new_groups]
+    if old_sizes != new_sizes:
         error(f"{path} belongs to an optimizer of other parameter groups: {hint}")
     for old, new in zip(old_groups, new_groups, strict=True):
         for name, value in new.items():
@@ -488,21 +487,6 @@ def check_snapshot(snapshot, model, optimizer, path):
                 error(f"{path} belongs to another optimizer, without {name}: {hint}")
         if get_rank() == 0:
             print_replaced(old, new, path)
-
-
-def load_optimizer(optimizer, state):
-    """`optimizer.load_state_dict(state)`, with all tensors in the dtype as saved.
-
-    PyTorch gives the state the dtype of its weights: momentum in float32 would be
-    rounded if the weights are in bfloat16, and training would not go on as it was.
-    """
-    optimizer.load_state_dict(state)
-    loaded = optimizer.state_dict()["state"]  # these dicts are the optimizer's own
-    for number, saved in state["state"].items():
-        for name, value in saved.items():
-            now = loaded[number][name]
-            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
-                loaded[number][name] = value.to(now.device)
 
 
 def print_replaced(old, new, path):
@@ -519,7 +503,7 @@ def print_replaced(old, new, path):
 
 
 def gather_parts(value):
-    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks must call it."""
+    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks call it."""
     if isinstance(value, dict):
         return {name: gather_parts(item) for name, item in value.items()}
     if isinstance(value, DTensor):

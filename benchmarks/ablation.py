@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from mingpt import batches, data, train
+from mingpt import batches, data, options, train
 from mingpt.parallel import Whole
 from tools.diffs import hunks, mix
 from tools.site import pages
@@ -39,15 +39,8 @@ CHANGES = {  # the headings of docs/modern_gpt.md that change what is computed
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
 BATCH = 12
 STEPS = 300  # about half a pass over the text
-WEIGHT_DECAY = 0.1  # as all of these, mingpt.train's default
-OPTIONS = {
-    "warmup": 0.05,
-    "clip": 1.0,
-    "accumulate": 1,
-    "dtype": torch.float32,
-    "configuration": None,
-    "snapshot_path": None,  # it saves nothing
-}
+WEIGHT_DECAY = 0.1  # as all else, mingpt.train's default
+OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off"]
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
@@ -113,17 +106,16 @@ class Training(train.Trainer):
         sampler = batches.StepSampler(len(corpus.train), block, BATCH, run.seed)
         windows = batches.eval_starts(len(corpus.val), block, 64)
         prepare = train.prepare_dataloader
+        words = [*OPTIONS, f"--steps={run.steps}", f"--eval-every={run.steps}"]
+        args = options.make_parser(__doc__).parse_args(words)
         super().__init__(
+            configuration=options.resolve(args),
+            corpus=corpus,
             model=model,
             optimizer=optimizer,
+            parallel=Whole(),
             train_data=prepare(corpus.train, block, BATCH, sampler, device),
             eval_data=prepare(corpus.val, block, 64, windows, device),
-            device=device,
-            corpus=corpus,
-            parallel=Whole(),
-            steps=run.steps,
-            eval_every=run.steps,
-            **OPTIONS,
         )
         self.batches = iter(self.train_data)
 

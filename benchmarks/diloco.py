@@ -72,9 +72,9 @@ class Trainer(train.Trainer):
 class DiLoCo(Trainer):
     """Each rank steps by itself, and all take an outer step after LOCAL_STEPS."""
 
-    def __init__(self, model, **options):
-        super().__init__(model, **options)
-        self.outer = OuterOptimizer(model, OUTER_LR, OUTER_MOMENTUM)
+    def __init__(self, **objects):
+        super().__init__(**objects)
+        self.outer = OuterOptimizer(self.model, OUTER_LR, OUTER_MOMENTUM)
 
     def _stop_if_told(self):  # it asks the other rank
         pass
@@ -98,9 +98,9 @@ def clocks():
 def worker():
     parser = options.make_parser(__doc__)
     parser.add_argument("--outer", action="store_true")
-    args = options.parse(parser)
+    args = parser.parse_args()
     train.Trainer = DiLoCo if args.outer else Trainer
-    train.main(args)
+    train.main(options.resolve(args))
 
 
 def run(hosts, *words, ranks=1):

@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import time
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -77,12 +76,12 @@ def work(pipe, version, args):
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         if args.vocab_size:
             load = loading.load_model
-            loading.load_model = lambda typed, _, on: load(typed, args.vocab_size, on)
+            loading.load_model = lambda typed, _: load(typed, args.vocab_size)
         train.Trainer = InTurns if version.kind == "mingpt" else PlainLoop
         train.Trainer.pipe = pipe
         train.Trainer.version = version
         sys.argv = ["train", *words(version, args)]
-        typed = options.parse(options.make_parser(train.__doc__))
+        typed = options.resolve(options.make_parser(train.__doc__).parse_args())
         if args.device == "cpu":
             torch.set_num_threads(1)
         train.main(typed)
@@ -111,9 +110,9 @@ def words(version, args):
 class InTurns(train.Trainer):
     """mingpt.train's Trainer; its steps come in turns, and nothing is evaluated."""
 
-    def __init__(self, model, **settings):
+    def __init__(self, model, **objects):
         self.flops = flops_per_token(model)
-        super().__init__(model, **settings)
+        super().__init__(model=model, **objects)
 
     def train(self):
         wait = torch.get_device_module(self.device).synchronize
@@ -132,11 +131,11 @@ class InTurns(train.Trainer):
 class PlainLoop(InTurns):
     """The step of nanoGPT, eager, or compiled as nanoGPT does."""
 
-    def __init__(self, model, optimizer, train_data, device, dtype, **settings):
-        self.device = device
-        self.dtype = dtype
+    def __init__(self, configuration, model, optimizer, train_data, **others):
+        self.run = configuration.run
+        self.schedule = configuration.optimizer
+        self.device = self.run.device
         self.batches = iter(train_data)
-        self.settings = SimpleNamespace(**settings)
         self.steps_run = 0
         self.lr = optimizer.defaults["lr"]
         self.flops = flops_per_token(model)
@@ -145,7 +144,7 @@ class PlainLoop(InTurns):
             block.attn.attention = attention  # PyTorch's kernel
         if self.hugging_face:
             model = as_transformers(model)
-        self.model = model.to(device)
+        self.model = model.to(self.device)
         weights = list(self.model.parameters())
         matrices = [weight for weight in weights if weight.dim() >= 2]
         others = [weight for weight in weights if weight.dim() < 2]
@@ -167,24 +166,22 @@ class PlainLoop(InTurns):
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         tokens = 0
-        for source, targets in itertools.islice(self.batches, self.settings.eval_every):
+        for source, targets in itertools.islice(self.batches, self.run.eval_every):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            scale = train.lr_scale(
-                self.steps_run, self.settings.steps, self.settings.warmup
-            )
+            scale = train.lr_scale(self.steps_run, self.run.steps, self.schedule.warmup)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * scale
             with self._autocast():
                 loss = self.loss(source, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             loss_sum += loss.detach()
             tokens += source.numel()
             self.steps_run += 1
-        return loss_sum.item() / self.settings.eval_every, tokens
+        return loss_sum.item() / self.run.eval_every, tokens
 
     def loss(self, source, targets):
         if self.hugging_face:

@@ -39,7 +39,7 @@ RATES = 1000, 300, 100  # Mbit/s
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, not counting the headers of IP and TCP
 LATENCY = 1e-4  # seconds, from one network namespace to another
 PAUSE_S = 0.01  # of each of four layers in forward, twice as long in backward
-LAYERS = 8  # that fsdp.py gathers one after the other
+LAYERS = 7  # that fsdp.py gathers one after the other
 
 
 def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):

@@ -7,15 +7,14 @@ import torch.distributed as dist
 import utils
 
 # What each rank may have of its own. All else must be the same.
-OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path"}
+OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path", "device"}
 
 
-def check_ranks(options, corpus):
-    """End with one line if the ranks do not train the same, on the same text.
-
-    options: {name: value} of the command line.
-    """
-    options = options | {"text": f"{len(corpus.train)} tokens, {corpus.checksum}"}
+def check_ranks(configuration, corpus):
+    """End with one line if the ranks do not train the same, on the same text."""
+    options = {"text": f"{len(corpus.train)} tokens, {corpus.checksum}"}
+    for part in dataclasses.asdict(configuration).values():
+        options |= part
     found = utils.gather(options)
     for name in options:
         values = [ranks_options[name] for ranks_options in found]
@@ -24,18 +23,15 @@ def check_ranks(options, corpus):
             utils.error(f"ranks differ in {name}: {values}")
 
 
-def configuration(model, seed, corpus, config):
-    """What a snapshot must have been saved with, so that a run can resume from it.
-
-    model: the name of its module. config: its GPTConfig.
-    """
-    fields = dataclasses.asdict(config)
+def must_match(configuration, corpus, model):
+    """What a snapshot must have been saved with, so that a run can resume from it."""
+    fields = dataclasses.asdict(model.config)
     fields["checkpoint"] = False  # it changes no result
     # A function is no part of a snapshot: another device may choose another attention.
     fields = {name: value for name, value in fields.items() if not callable(value)}
     return {
-        "model": model,
-        "seed": seed,
+        "model": configuration.model.module,
+        "seed": configuration.run.seed,
         "tokenizer": corpus.tokenizer.state(),
         "text": corpus.checksum,
         "config": fields,
@@ -45,7 +41,7 @@ def configuration(model, seed, corpus, config):
 def check_snapshot(snapshot, now, path):
     """End with one line if a snapshot does not fit. Another text is only printed.
 
-    now: the `configuration` of this run.
+    now: the `must_match` of this run.
     """
     saved = snapshot.get("CONFIGURATION", {})
     for name, value in now.items():

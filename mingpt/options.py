@@ -1,9 +1,12 @@
-"""The command line of mingpt.train, and what "auto" means here."""
+"""The command line of mingpt.train, and the Configuration that it stands for."""
 
 import argparse
+import dataclasses
 import importlib.util
+import os
 import shutil
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -24,62 +27,78 @@ STEPS = {
 }
 # Those that are called gpt2 have the sizes of GPT-2. For gpt2, 8 processes take 524,288
 # tokens in a step, as GPT-2's reproductions do.
-GPT2 = {"block_size": 1024, "batch_size": 64, "steps": 20_000}
 PRESETS = {
-    "nano": {
-        "n_layer": 4,
-        "n_head": 4,
-        "n_embd": 128,
-        "block_size": 64,
-        "batch_size": 12,
-        "accumulate": 1,
-        "steps": 2000,
-        "lr": 3e-3,
-    },
-    "mini": {
-        "n_layer": 6,
-        "n_head": 6,
-        "n_embd": 384,
-        "block_size": 256,
-        "batch_size": 64,
-        "accumulate": 1,
-        "steps": 5000,
-        "lr": 1e-3,
-    },
-    "gpt2": {
-        **GPT2,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "accumulate": 4,
-        "lr": 6e-4,
-    },
-    "gpt2-medium": {
-        **GPT2,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_embd": 1024,
-        "accumulate": 8,
-        "lr": 3e-4,
-    },
-    "gpt2-large": {
-        **GPT2,
-        "n_layer": 36,
-        "n_head": 20,
-        "n_embd": 1280,
-        "accumulate": 16,
-        "lr": 2.5e-4,
-    },
-    "gpt2-xl": {
-        **GPT2,
-        "n_layer": 48,
-        "n_head": 25,
-        "n_embd": 1600,
-        "accumulate": 32,
-        "lr": 2e-4,
-    },
+    # the order of SIZES and STEPS: layers, heads, width, block, batch, accumulate, ...
+    "nano": (4, 4, 128, 64, 12, 1, 2000, 3e-3),
+    "mini": (6, 6, 384, 256, 64, 1, 5000, 1e-3),
+    "gpt2": (12, 12, 768, 1024, 64, 4, 20_000, 6e-4),
+    "gpt2-medium": (24, 16, 1024, 1024, 64, 8, 20_000, 3e-4),
+    "gpt2-large": (36, 20, 1280, 1024, 64, 16, 20_000, 2.5e-4),
+    "gpt2-xl": (48, 25, 1600, 1024, 64, 32, 20_000, 2e-4),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Text:
+    data: list[str]
+    tokenizer: str
+    cache: str
+    val_fraction: float
+
+
+@dataclass(frozen=True)
+class Model:
+    module: str
+    init_from: str | None
+    n_layer: int | None  # None, as the other sizes: that of `init_from`
+    n_head: int | None
+    n_embd: int | None
+    block_size: int | None
+    dropout: float
+    checkpoint: bool
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float
+    warmup: float
+    weight_decay: float
+    clip: float
+
+
+@dataclass(frozen=True)
+class Parallel:
+    shard: bool
+    split: int
+
+
+@dataclass(frozen=True)
+class Run:
+    device: torch.device
+    precision: str  # one of DTYPES
+    compile: bool
+    seed: int
+    steps: int
+    batch_size: int
+    accumulate: int
+    eval_every: int
+    snapshot_path: str
+
+    @property
+    def dtype(self):
+        return DTYPES[self.precision]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a run does. The fields of its parts have the names of the options."""
+
+    text: Text
+    model: Model
+    optimizer: Optimizer
+    parallel: Parallel
+    run: Run
 
 
 def make_parser(doc):
@@ -102,6 +121,7 @@ def make_parser(doc):
     )
     add(
         "--model",
+        dest="module",
         default="mingpt.model",
         metavar="MODULE",
         help="the module with GPT, GPTConfig, make_optimizer (default: mingpt.model)",
@@ -198,19 +218,46 @@ def positive(text):
     return float(text)
 
 
-def parse(parser):
-    """The arguments, with the preset's values for those that were not typed."""
-    args = parser.parse_args()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
-    for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) is None and not (args.init_from and name in SIZES):
-            setattr(args, name, value)
-    args.eval_every = args.eval_every or max(1, args.steps // 10)
-    if args.init_from and args.model != "mingpt.model":
-        utils.error(f"--init-from: GPT-2's weights do not fit {args.model}")
-    if args.batch_size % args.accumulate:
-        utils.error(f"--batch-size {args.batch_size}: no multiple of --accumulate")
-    return args
+def resolve(args):
+    """The Configuration that typed arguments mean on this machine.
+
+    A preset gives the values that were not typed, and "auto" follows from the device.
+    """
+    chosen = dict(vars(args))
+    for name, value in zip(SIZES | STEPS, PRESETS[args.preset], strict=True):
+        is_given = args.init_from and name in SIZES
+        if chosen[name] is None and not is_given:
+            chosen[name] = value
+    if args.eval_every is None:
+        chosen["eval_every"] = max(1, chosen["steps"] // 10)
+    if args.init_from and args.module != "mingpt.model":
+        utils.error(f"--init-from: GPT-2's weights do not fit {args.module}")
+    if chosen["batch_size"] % chosen["accumulate"]:
+        utils.error(f"--batch-size {chosen['batch_size']}: no multiple of --accumulate")
+    local_rank = None  # python starts one rank
+    if "RANK" in os.environ:
+        _, local_rank, _ = utils.torchrun_env()
+    device = utils.set_device(args.device, local_rank)
+    chosen["device"] = device
+    if args.precision == "auto":
+        chosen["precision"] = fast_precision(device)
+    if args.compile == "auto":
+        chosen["compile"] = can_compile(device)
+    else:
+        chosen["compile"] = args.compile == "on"
+    return Configuration(
+        text=part(Text, chosen),
+        model=part(Model, chosen),
+        optimizer=part(Optimizer, chosen),
+        parallel=part(Parallel, chosen),
+        run=part(Run, chosen),
+    )
+
+
+def part(kind, chosen):
+    """A dataclass `kind` with those values of {name: value} that it has fields for."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: chosen[name] for name in names})
 
 
 def fast_precision(device):

@@ -1,29 +1,53 @@
 """What a rank has of the model: all of it, or a part of each weight (--shard).
 
-`mingpt.train.main` chooses Whole, Sharded or `mingpt.split.Split`. The Trainer uses
+`mingpt.train.main` chooses Whole, Sharded or `mingpt.split.Split`, and all else uses
 each of them in the same way.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from variants.fsdp import shard
+import utils
 
 
 class Parallel:
-    """The base of these classes. DDP averages the gradients, except in Sharded."""
+    """The base of these classes. Each has `distribute(model, device)`.
+
+    It moves what this rank has of the model to the device. All ranks call it, before
+    they make the optimizer.
+    """
 
     replica_size = 1  # how many ranks share a batch: together they are one replica
     data_group = None  # the ranks that average gradients: all
 
-    def distribute(self, model, optimizer, device):
-        """After a snapshot is loaded, once. Returns what computes a batch's loss."""
+    def wrap(self, model):
+        """What computes a batch's loss. DDP averages the gradients in its backward."""
         if dist.get_world_size() == self.replica_size:
             return model  # there is no other replica to average with
         return DistributedDataParallel(model, process_group=self.data_group)
+
+    def part_of(self, saved, weight):
+        """What this rank has of a value that was saved for a weight."""
+        return utils.part_of(saved, weight)
+
+    def whole_of(self, value, weight):
+        """A copy of what was a weight's, whole, on rank 0's CPU. All ranks call it."""
+        if isinstance(value, list):
+            return [self.whole_of(item, weight) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return value.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
     def named_weights(self, model):
         """{name: weight}. All ranks with one name should have the same weights."""
@@ -32,69 +56,69 @@ class Parallel:
     def clip_grad_norm_(self, model, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def whole_copies(self, model, optimizer):
-        """{`place_of` a part: the copy of the whole tensor}, which copy_to_cpu takes.
-
-        All ranks call it, and rank 0 gets the copies. DTensors are not among them,
-        because copy_to_cpu gathers those itself.
-        """
-        return {}
-
 
 class Whole(Parallel):
-    """Each rank has the whole model, on its device."""
+    """Each rank has the whole model."""
+
+    def distribute(self, model, device):
+        model.to(device)
 
 
 class Sharded(Parallel):
     """Each rank has a part of each weight. FSDP gathers them, block by block."""
 
     def __init__(self, dtype):
-        self.dtype = dtype
-
-    def distribute(self, model, optimizer, device):
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy()
-        if self.dtype != torch.float32:
+        self.policy = MixedPrecisionPolicy()
+        if dtype != torch.float32:
             # The ranks send weights in 16 bits, and average gradients in 32.
-            policy = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32)
-        optimizers = getattr(optimizer, "optimizers", [optimizer])
-        shard(model, mesh, *optimizers, mp_policy=policy)
+            self.policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+
+    def distribute(self, model, device):
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in [*model.transformer.h, model]:  # the model takes what is left
+            # Only now, so that no device holds the whole model.
+            module.to(device)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if not isinstance(tensor, DTensor):  # it is in no block before
+                    dist.broadcast(tensor.detach(), src=0)  # all start from rank 0's
+            fully_shard(module, mesh=mesh, mp_policy=self.policy)
         register_fsdp_forward_method(model, "generate")  # it calls no forward
-        return model
+
+    def wrap(self, model):
+        return model  # FSDP averages the gradients
 
 
-def copy_to_cpu(value, copies):
-    """`value`, all tensors in its dicts and lists copied, on rank 0.
+@torch.no_grad()
+def change_tensors(snapshot, model, optimizer, change):
+    """The snapshot with `change(value, weight)` for each value that a weight has there.
 
-    All ranks gather what is in parts, one tensor at a time. copies: {`place_of` a
-    tensor: its copy}, of what is copied already. Therefore tied weights stay tied.
+    change: `part_of` or `whole_of` of a Parallel.
     """
-    if isinstance(value, dict):
-        return {name: copy_to_cpu(item, copies) for name, item in value.items()}
-    if isinstance(value, list):
-        return [copy_to_cpu(item, copies) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    whole = value
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()  # all ranks take part, also those without a part
-    if dist.get_rank() > 0:
-        return None
-    place = place_of(value)
-    if place not in copies:
-        copies[place] = whole.to("cpu", copy=True)
-    return copies[place]
+    weights = model.state_dict(keep_vars=True)
+    changed = {}  # {id of a value: what became of it}, so that tied ones stay tied
+    model_state = {}
+    for name, value in snapshot["MODEL_STATE"].items():
+        if id(value) not in changed:
+            # There is no weight if the snapshot is another model's.
+            changed[id(value)] = change(value, weights.get(name))
+        model_state[name] = changed[id(value)]
+    state = change_averages(snapshot["OPTIMIZER_STATE"], optimizer, change)
+    return snapshot | {"MODEL_STATE": model_state, "OPTIMIZER_STATE": state}
 
 
-def place_of(tensor):
-    """Where a tensor is in memory: two that are tied are at the same place."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.data_ptr(), part.dtype, part.shape, part.stride()
-
-
-def forget_meshes(optimizer):
-    """They hold the process group, and PyTorch keeps them in its caches."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if isinstance(weight, DTensor):
-                vars(weight.device_mesh).clear()
+def change_averages(state, optimizer, change):
+    """The same for an optimizer's state, such as its averages of gradients."""
+    if "optimizers" in state:  # it is mingpt.modern's
+        several = getattr(optimizer, "optimizers", [])
+        pairs = zip(state["optimizers"], several, strict=False)
+        states = [change_averages(*pair, change) for pair in pairs]
+        return state | {"optimizers": states}
+    groups = [group["params"] for group in optimizer.param_groups]
+    weights = dict(enumerate(itertools.chain(*groups)))
+    averages = {}
+    for number, values in state["state"].items():
+        weight = weights.get(number)
+        averages[number] = {
+            name: change(value, weight) for name, value in values.items()
+        }
+    return state | {"state": averages}

@@ -6,28 +6,30 @@ import os
 import torch.distributed as dist
 
 
-def describe_run(args, corpus, model, device):
+def describe_run(configuration, corpus, model):
     """What is about to run, in three or four lines. `model`: before it is split."""
+    run = configuration.run
+    split = configuration.parallel.split
     config = model.config
     world_size = dist.get_world_size()
     parameters = sum(weight.numel() for weight in model.parameters())
-    tokens = world_size // args.split * args.batch_size * config.block_size
-    passes = args.steps * tokens / len(corpus.train)
+    tokens = world_size // split * run.batch_size * config.block_size
+    passes = run.steps * tokens / len(corpus.train)
     compiled = "not compiled"
     wait = ""
-    if args.compile == "on":
+    if run.compile:
         compiled = "compiled"
         wait = "\ncompiling: the first step takes a minute, and more on a busy machine"
-    if args.split > 1:
-        compiled += f", split over {args.split} ranks"
+    if split > 1:
+        compiled += f", split over {split} ranks"
     return (
         f"text: {corpus.description}\n"
-        f"model: {args.model}, {parameters / 1e6:.2f} M parameters, {config.n_layer}"
-        f" layers, {config.n_head} heads, {config.n_embd} wide, blocks of"
-        f" {config.block_size} tokens, vocabulary {config.vocab_size}\n"
-        f"run: {world_size} x {device.type}, {args.precision}, {compiled}, batch"
-        f" {args.batch_size} blocks each in {args.accumulate} micro-batches:"
-        f" {tokens:,} tokens a step, {args.steps} steps, {passes:.2g} passes over the"
+        f"model: {configuration.model.module}, {parameters / 1e6:.2f} M parameters,"
+        f" {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,"
+        f" blocks of {config.block_size} tokens, vocabulary {config.vocab_size}\n"
+        f"run: {world_size} x {run.device.type}, {run.precision}, {compiled}, batch"
+        f" {run.batch_size} blocks each in {run.accumulate} micro-batches:"
+        f" {tokens:,} tokens a step, {run.steps} steps, {passes:.2g} passes over the"
         f" text{wait}"
     )
 

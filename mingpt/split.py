@@ -15,36 +15,21 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
 from mingpt.model import GPT, MLP, Block, CausalSelfAttention
-from mingpt.parallel import Parallel, copy_to_cpu, place_of
+from mingpt.parallel import Parallel
 
-# {a weight of a block: (the dimension along which it is cut, how many matrices are in
-# it)}. A Linear has its outputs along dimension 0, and its inputs along 1.
-CUTS = {
-    "attn.c_attn.weight": (0, 3),  # the matrices of q, k and v
-    "attn.c_attn.bias": (0, 3),
-    "attn.c_proj.weight": (1, 1),
-    "mlp.c_fc.weight": (0, 1),
-    "mlp.c_fc.bias": (0, 1),
-    "mlp.c_proj.weight": (1, 1),
-}
+ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
 
 
-def cut_of(name):
-    """What CUTS has for a weight, such as transformer.h.0.mlp.c_fc.bias, or None."""
-    in_block = name.split(".", 3)[-1]  # such as mlp.c_fc.bias
-    return CUTS.get(in_block)
-
-
-def check(size, model, optimizer, shard, dtype):
+def check(configuration, model):
     """End with one line if --split does not fit the model, the ranks or the options."""
-    # AdamW does not need whole matrices, as Muon does.
-    fits = isinstance(model, GPT) and type(optimizer) is torch.optim.AdamW
+    size = configuration.parallel.split
+    fits = isinstance(model, GPT) and not configuration.parallel.shard
     for block in model.transformer.h if fits else []:
         types = [type(part) for part in (block, block.attn, block.mlp)]
-        if types != [Block, CausalSelfAttention, MLP]:  # CUTS knows these alone
+        if types != [Block, CausalSelfAttention, MLP]:  # Split knows these alone
             fits = False
-    if not fits or shard or dtype == torch.float16:
-        utils.error("--split: only mingpt.model with AdamW, no --shard, fp32 or bf16")
+    if not fits or configuration.run.precision == "fp16":
+        utils.error(ONLY)
     counts = {
         "ranks": dist.get_world_size(),
         "heads": model.config.n_head,
@@ -53,6 +38,12 @@ def check(size, model, optimizer, shard, dtype):
     for name, count in counts.items():
         if count % size:
             utils.error(f"--split {size} does not divide {count} {name}")
+
+
+def check_optimizer(optimizer):
+    """End with one line if the optimizer may need whole matrices, as Muon does."""
+    if type(optimizer) is not torch.optim.AdamW:
+        utils.error(ONLY)
 
 
 def column_wise(layer, group, x):
@@ -92,12 +83,11 @@ class Split(Parallel):
 
     def __init__(self, replica_size):
         self.replica_size = replica_size
+        # {a weight that is cut: (along which dimension, how many matrices are in it)}
+        self.cuts = {}
 
-    def distribute(self, model, optimizer, device):
-        """Move this rank's part to the device.
-
-        Before, each rank has the whole model, on the CPU. All start from rank 0's.
-        """
+    def distribute(self, model, device):
+        """Move this rank's part to the device. All start from rank 0's weights."""
         ranks = torch.arange(dist.get_world_size()).view(-1, self.replica_size)
         minutes = timedelta(minutes=5)
         self.group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), minutes)
@@ -105,51 +95,49 @@ class Split(Parallel):
         self.data_group, _ = dist.new_subgroups_by_enumeration(columns, minutes)
         for block in model.transformer.h:
             self._split_block(block.attn, block.mlp)
-        for name, weight in model.named_parameters():
-            state = optimizer.state.get(weight, {})
-            for key, value in state.items():
-                if value.shape == weight.shape:
-                    state[key] = self._part(name, value)
-            value = weight.data.to(device)
-            dist.broadcast(value, src=0)
-            weight.data = self._part(name, value)
-        optimizer.load_state_dict(optimizer.state_dict())  # to where the weights are
-        return super().distribute(model, optimizer, device)
+        for weight in model.parameters():
+            whole = weight.data.to(device)
+            dist.broadcast(whole, src=0)
+            weight.data = self.part_of(whole, weight)
 
     def _split_block(self, attn, mlp):
-        for layer in (attn.c_attn, mlp.c_fc):
+        # A Linear's weight has its outputs along dimension 0, and its inputs along 1.
+        for layer, matrices in ((attn.c_attn, 3), (mlp.c_fc, 1)):  # 3: of q, k and v
             layer.forward = partial(column_wise, layer, self.group)
+            self.cuts[layer.weight] = (0, matrices)
+            self.cuts[layer.bias] = (0, matrices)
         for layer in (attn.c_proj, mlp.c_proj):
             layer.forward = partial(row_wise, layer, self.group)
+            self.cuts[layer.weight] = (1, 1)
         attn.n_head //= self.replica_size
         if attn.dropout:
             attn.attention = partial(attend, attn.attention, self.group.rank())
 
-    def _part(self, name, whole):
-        """What this rank has of a tensor for the weight `name`.
-
-        It is a copy of a part, or `whole` itself if the weight is not cut.
-        """
-        cut = cut_of(name)
-        if cut is None:
-            return whole
-        dim, matrices = cut
-        whole = whole.unflatten(dim, (matrices, -1))
+    def part_of(self, saved, weight):
+        """A copy of a part, or `saved` itself if it is not cut."""
+        if not self._is_cut(saved, weight):
+            return saved
+        dim, matrices = self.cuts[weight]
+        whole = saved.unflatten(dim, (matrices, -1))
         part = whole.chunk(self.replica_size, dim + 1)[self.group.rank()]
         return part.flatten(dim, dim + 1).clone()
 
-    def _whole(self, name, part):
-        """The tensor of which each rank of the group has its part."""
-        dim, matrices = cut_of(name)
-        parts = [torch.empty_like(part) for _ in range(self.replica_size)]
-        dist.all_gather(parts, part, group=self.group)
-        parts = [each.unflatten(dim, (matrices, -1)) for each in parts]
-        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+    def whole_of(self, value, weight):
+        if self._is_cut(value, weight):
+            dim, matrices = self.cuts[weight]
+            parts = [torch.empty_like(value) for _ in range(self.replica_size)]
+            dist.all_gather(parts, value, group=self.group)
+            parts = [part.unflatten(dim, (matrices, -1)) for part in parts]
+            value = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+        return super().whole_of(value, weight)
+
+    def _is_cut(self, value, weight):
+        return weight in self.cuts and value.dim() > 0  # a count of steps is not
 
     def named_weights(self, model):
         weights = {}
         for name, weight in model.named_parameters():
-            part = f"part {self.group.rank()} of " if cut_of(name) else ""
+            part = f"part {self.group.rank()} of " if weight in self.cuts else ""
             weights[part + name] = weight
         return weights
 
@@ -157,8 +145,8 @@ class Split(Parallel):
         """Clip the gradients by the norm of the whole model, which all ranks know."""
         parts = []
         others = []
-        for name, weight in model.named_parameters():
-            if cut_of(name):
+        for weight in model.parameters():
+            if weight in self.cuts:
                 parts.append(weight.grad)
             else:
                 others.append(weight.grad)
@@ -166,14 +154,3 @@ class Split(Parallel):
         dist.all_reduce(square, group=self.group)
         norm = (square + get_total_norm(others) ** 2).sqrt()
         clip_grads_with_norm_(model.parameters(), max_norm, norm)
-
-    def whole_copies(self, model, optimizer):
-        copies = {}
-        for name, weight in model.named_parameters():
-            if cut_of(name):
-                state = optimizer.state.get(weight, {})
-                for part in [weight.detach(), *state.values()]:
-                    if part.shape == weight.shape:
-                        whole = self._whole(name, part)
-                        copies[place_of(part)] = copy_to_cpu(whole, copies={})
-        return copies

@@ -7,6 +7,7 @@ torchrun --nproc-per-node=8 -m mingpt.train --preset gpt2 --data mytext.txt
 
 import contextlib
 import gc
+import importlib
 import itertools
 import math
 import os
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import utils
 from mingpt import batches, checks, data, loading, options, report, split
-from mingpt.parallel import Parallel, Sharded, Whole, copy_to_cpu, forget_meshes
+from mingpt.parallel import Parallel, Sharded, Whole, change_tensors
 
 
 def ddp_setup(device):
@@ -48,39 +49,26 @@ class Trainer:
 
     def __init__(
         self,
+        configuration: options.Configuration,
+        corpus: data.Corpus,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        parallel: Parallel,
         train_data: DataLoader,
         eval_data: DataLoader,
-        device: torch.device,
-        corpus: data.Corpus,
-        parallel: Parallel,
-        dtype: torch.dtype,
-        steps: int,
-        eval_every: int,
-        accumulate: int,
-        warmup: float,
-        clip: float,
-        snapshot_path: str,
-        configuration: dict,
     ):
-        self.device = device
+        self.run = configuration.run
+        self.schedule = configuration.optimizer
+        self.device = self.run.device
+        self.corpus = corpus
         self.model = model
         self.optimizer = optimizer
+        self.parallel = parallel
         self.train_data = train_data
         self.eval_data = eval_data
-        self.corpus = corpus
-        self.parallel = parallel
-        self.dtype = dtype
-        self.steps = steps
-        self.eval_every = eval_every
-        self.accumulate = accumulate
-        self.warmup = warmup
-        self.clip = clip
-        self.snapshot_path = snapshot_path
-        self.configuration = configuration
-        scaling = dtype == torch.float16  # bfloat16 has the range of float32
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling)
+        self.must_match = checks.must_match(configuration, corpus, model)
+        scaling = self.run.dtype == torch.float16  # bfloat16 has the range of float32
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
         self.steps_run = 0
         self.steps_saved = 0
         self.windows_run = 0  # by all ranks together
@@ -89,29 +77,29 @@ class Trainer:
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing = None
         self._load_snapshot()
-        self.ddp_model = parallel.distribute(model, optimizer, device)
+        self.ddp_model = parallel.wrap(model)
         self.sigterm = torch.zeros(1)
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
         signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
 
     def train(self):
         self._print(
-            f"{self.steps_run} of {self.steps} steps are finished"
-            f" in {self.snapshot_path}"
+            f"{self.steps_run} of {self.run.steps} steps are finished"
+            f" in {self.run.snapshot_path}"
         )
-        while self.steps_run < self.steps:
+        while self.steps_run < self.run.steps:
             start = time.perf_counter()
             train_loss, tokens = self._run_steps()
             tokens_per_s = tokens / (time.perf_counter() - start)
             metrics = {"train loss": train_loss} | self._evaluate()
-            line = f"step {self.steps_run}/{self.steps}"
+            line = f"step {self.steps_run}/{self.run.steps}"
             for name, value in metrics.items():
                 line += f" | {name} {value:.4f}"
             self._print(f"{line} | {tokens_per_s:,.0f} tokens/s")
             self._check_weights(metrics["val loss"])
             if dist.get_rank() == 0:  # one rank writes
                 metrics["tokens/s"] = tokens_per_s
-                report.log(self.snapshot_path, self.steps_run, metrics)
+                report.log(self.run.snapshot_path, self.steps_run, metrics)
             self._save_snapshot()
             self._print(self._sample())
         self._finish_writing()
@@ -123,9 +111,10 @@ class Trainer:
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         tokens = 0
-        until_evaluation = self.eval_every - self.steps_run % self.eval_every
-        steps = min(until_evaluation, self.steps - self.steps_run)
-        show_every = max(1, self.eval_every // 20)
+        eval_every = self.run.eval_every
+        until_evaluation = eval_every - self.steps_run % eval_every
+        steps = min(until_evaluation, self.run.steps - self.steps_run)
+        show_every = max(1, eval_every // 20)
         for source, targets in itertools.islice(self.train_data, steps):
             if self.steps_run % self.ask_every == 0:
                 self._stop_if_told()
@@ -137,9 +126,9 @@ class Trainer:
             tokens += source.numel()
             self.steps_run += 1
             self.windows_run += len(source) * sampler.replicas
-            if self.steps_run % show_every == 0 and self.steps_run % self.eval_every:
+            if self.steps_run % show_every == 0 and self.steps_run % eval_every:
                 (loss,) = self._sum(loss / sampler.replicas)  # waits for the GPU
-                self._print(f"step {self.steps_run}/{self.steps} | loss {loss:.4f}")
+                self._print(f"step {self.steps_run}/{self.run.steps} | loss {loss:.4f}")
         loss_sum, tokens = self._sum(loss_sum, tokens)
         return loss_sum / tokens, tokens
 
@@ -153,36 +142,36 @@ class Trainer:
             self._finish_writing()
             self._print(f"preempted after step {self.steps_run}")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
-            open(f"{self.snapshot_path}.preempted", "w").close()
+            open(f"{self.run.snapshot_path}.preempted", "w").close()
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
-        scale = lr_scale(self.steps_run, self.steps, self.warmup)
+        scale = lr_scale(self.steps_run, self.run.steps, self.schedule.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        self.parallel.clip_grad_norm_(self.model, self.clip)
+        self.parallel.clip_grad_norm_(self.model, self.schedule.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
 
     def _accumulate(self, source, targets):
         """Add up the gradients of the micro-batches. Return the mean loss."""
-        sources = source.chunk(self.accumulate)
-        targets = targets.chunk(self.accumulate)
+        sources = source.chunk(self.run.accumulate)
+        targets = targets.chunk(self.run.accumulate)
         is_ddp = isinstance(self.ddp_model, DistributedDataParallel)
         batch_loss = 0
         for number, micro_batch in enumerate(zip(sources, targets, strict=True), 1):
             context = contextlib.nullcontext()
-            if is_ddp and number < self.accumulate:  # not the last
+            if is_ddp and number < self.run.accumulate:  # not the last
                 # DDP decides in the forward pass whether backward sends the gradients.
                 context = self.ddp_model.no_sync()
             with context:
                 with self._autocast():
                     _, loss = self.ddp_model(*micro_batch)
-                loss = loss / self.accumulate
+                loss = loss / self.run.accumulate
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
         return batch_loss
@@ -210,8 +199,8 @@ class Trainer:
         }
 
     def _autocast(self):
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
+        enabled = self.run.dtype != torch.float32
+        return torch.autocast(self.device.type, self.run.dtype, enabled=enabled)
 
     def _sample(self):
         """What the model writes by now: the same on every rank, so that none waits."""
@@ -237,27 +226,29 @@ class Trainer:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             utils.error(
                 f"step {self.steps_run}: {wrong}:"
-                f" {self.snapshot_path} stays at step {self.steps_saved}"
+                f" {self.run.snapshot_path} stays at step {self.steps_saved}"
             )
 
     def _save_snapshot(self):
         snapshot = {
-            "MODEL_STATE": self.model.state_dict(),
+            # With keep_vars, tied weights are one object.
+            "MODEL_STATE": self.model.state_dict(keep_vars=True),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "SCALER_STATE": self.scaler.state_dict(),
             "STEPS_RUN": self.steps_run,
             "WINDOWS_RUN": self.windows_run,
-            "CONFIGURATION": self.configuration,
+            "CONFIGURATION": self.must_match,
         }
         # A copy, because the next steps change the weights while it is written.
-        copies = self.parallel.whole_copies(self.model, self.optimizer)
-        snapshot = copy_to_cpu(snapshot, copies)
+        snapshot = change_tensors(
+            snapshot, self.model, self.optimizer, self.parallel.whole_of
+        )
         if dist.get_rank() == 0:  # one rank writes
             self.writing = self.writer.submit(
-                utils.save_atomically, snapshot, self.snapshot_path
+                utils.save_atomically, snapshot, self.run.snapshot_path
             )
         self.steps_saved = self.steps_run
-        self._print(f"saving step {self.steps_run} to {self.snapshot_path}")
+        self._print(f"saving step {self.steps_run} to {self.run.snapshot_path}")
 
     def _finish_writing(self):
         """Wait for the snapshot that is being written, if there is one."""
@@ -265,7 +256,7 @@ class Trainer:
             self.writing.result()  # or the error that the writer met
 
     def _load_snapshot(self):
-        path = self.snapshot_path
+        path = self.run.snapshot_path
         snapshot = utils.read_snapshot(path, counter="STEPS_RUN")
         steps = utils.gather(snapshot["STEPS_RUN"] if snapshot else 0)
         newest = steps.index(max(steps))  # all load this rank's snapshot
@@ -275,7 +266,10 @@ class Trainer:
             snapshot = utils.broadcast_snapshot(path, newest)
         if snapshot is None:
             return
-        checks.check_snapshot(snapshot, self.configuration, path)
+        checks.check_snapshot(snapshot, self.must_match, path)
+        snapshot = change_tensors(
+            snapshot, self.model, self.optimizer, self.parallel.part_of
+        )
         utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
@@ -298,12 +292,20 @@ def lr_scale(step, steps, warmup):
     return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / (steps - rising))
 
 
-def load_train_objs(args, device):
-    """Your text, model and optimizer go here."""
-    corpus = data.prepare(args.data, args.tokenizer, args.cache, args.val_fraction)
-    utils.seed(args.seed % 2**64)
-    model, optimizer = loading.load_model(args, corpus.vocab_size, device)
-    return corpus, model, optimizer
+def load_train_objs(configuration):
+    """Your text and model go here."""
+    text = configuration.text
+    corpus = data.prepare(text.data, text.tokenizer, text.cache, text.val_fraction)
+    utils.seed(configuration.run.seed % 2**64)
+    model = loading.load_model(configuration, corpus.vocab_size)
+    return corpus, model
+
+
+def make_optimizer(configuration, model):
+    """The optimizer of the model's module, for what this rank has of the model."""
+    module = importlib.import_module(configuration.model.module)
+    settings = configuration.optimizer
+    return module.make_optimizer(model, settings.lr, settings.weight_decay)
 
 
 def prepare_dataloader(tokens, block_size, batch_size, sampler, device):
@@ -316,74 +318,69 @@ def prepare_dataloader(tokens, block_size, batch_size, sampler, device):
     )
 
 
-@record  # else torchrun shows no traceback
-def main(args):
-    if "RANK" in os.environ:
-        rank, local_rank, world_size = utils.torchrun_env()  # local: on its machine
-    else:  # python starts one rank
-        rank = 0
-        local_rank = None
-        world_size = 1
-    device = utils.set_device(args.device, local_rank)
-    if args.precision == "auto":
-        args.precision = options.fast_precision(device)
-    if args.compile == "auto":
-        args.compile = "on" if options.can_compile(device) else "off"
-    corpus, model, optimizer = load_train_objs(args, device)
-    ddp_setup(device)
-    checks.check_ranks(vars(args), corpus)
+def load_batches(configuration, corpus, block_size, replica_size):
+    """The batches of this rank: (those to train on, those to validate on).
 
-    dtype = options.DTYPES[args.precision]
-    if args.split > 1:
-        split.check(args.split, model, optimizer, args.shard, dtype)
-        parallel = split.Split(args.split)
-    elif args.shard:
-        parallel = Sharded(dtype)
-    else:
-        parallel = Whole()
-        model.to(device)
-
-    block_size = model.config.block_size
+    Ranks that split layers are one replica: `replica_size` of them share each batch.
+    """
     if len(corpus.train) <= block_size:
         utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
-    # Ranks that split layers are one replica: they share batch and random numbers.
-    replica = rank // parallel.replica_size
-    replicas = world_size // parallel.replica_size
+    run = configuration.run
+    batch_size = run.batch_size
+    replica = dist.get_rank() // replica_size
+    replicas = dist.get_world_size() // replica_size
     sampler = batches.StepSampler(
-        len(corpus.train), block_size, args.batch_size, args.seed, replica, replicas
+        len(corpus.train), block_size, batch_size, run.seed, replica, replicas
     )
     train_data = prepare_dataloader(
-        corpus.train, block_size, args.batch_size, sampler, device
+        corpus.train, block_size, batch_size, sampler, run.device
     )
     sampler = batches.eval_starts(
-        len(corpus.val), block_size, args.batch_size, replica, replicas
+        len(corpus.val), block_size, batch_size, replica, replicas
     )
     eval_data = prepare_dataloader(
-        corpus.val, block_size, args.batch_size, sampler, device
+        corpus.val, block_size, batch_size, sampler, run.device
     )
+    return train_data, eval_data
 
-    description = report.describe_run(args, corpus, model, device)
+
+@record  # else torchrun shows no traceback
+def main(configuration):
+    sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
+    device = configuration.run.device
+    corpus, model = load_train_objs(configuration)
+    ddp_setup(device)
+    checks.check_ranks(configuration, corpus)
+
+    splits = configuration.parallel.split > 1
+    if splits:
+        split.check(configuration, model)
+        parallel = split.Split(configuration.parallel.split)
+    elif configuration.parallel.shard:
+        parallel = Sharded(configuration.run.dtype)
+    else:
+        parallel = Whole()
+    train_data, eval_data = load_batches(
+        configuration, corpus, model.config.block_size, parallel.replica_size
+    )
+    if dist.get_rank() == 0:  # one rank prints
+        print(report.describe_run(configuration, corpus, model), flush=True)
+
+    parallel.distribute(model, device)
+    optimizer = make_optimizer(configuration, model)
+    if splits:
+        split.check_optimizer(optimizer)
     trainer = Trainer(
+        configuration=configuration,
+        corpus=corpus,
         model=model,
         optimizer=optimizer,
+        parallel=parallel,
         train_data=train_data,
         eval_data=eval_data,
-        device=device,
-        corpus=corpus,
-        parallel=parallel,
-        dtype=dtype,
-        steps=args.steps,
-        eval_every=args.eval_every,
-        accumulate=args.accumulate,
-        warmup=args.warmup,
-        clip=args.clip,
-        snapshot_path=args.snapshot_path,
-        configuration=checks.configuration(args.model, args.seed, corpus, model.config),
     )
-    if rank == 0:  # one rank prints
-        print(description, flush=True)
     trainer.train()
-    forget_meshes(optimizer)
+    utils.forget_meshes(model)
     # These hold gloo's threads, which may abort or hang the exit.
     del trainer, parallel, model, optimizer
     gc.collect()
@@ -391,9 +388,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    args = options.parse(options.make_parser(__doc__))
+    configuration = options.resolve(options.make_parser(__doc__).parse_args())
     try:
-        main(args)
+        main(configuration)
     except SystemExit as end:  # of utils.error, while gloo's threads run
         sys.stdout.flush()
         os._exit(end.code)  # or they may abort it

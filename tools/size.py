@@ -42,12 +42,13 @@ DIFFS = {
 }
 VARIANT = 60
 LONG = {  # ideas that take more lines, and why
-    "variants/ddp_by_hand.py": 93,  # what DDP does, written out
+    "variants/ddp_by_hand.py": 90,  # what DDP does, written out
     "variants/ddp2.py": 111,  # a model and data whose loss compares all samples
-    "variants/diloco.py": 93,  # a second optimizer, and its state
+    "variants/diloco.py": 80,  # a second optimizer, and its state
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
-    "variants/tensor_parallel.py": 132,  # a plan, checks of it, replicas
+    "variants/sharded_snapshot.py": 65,  # when a snapshot in parts is complete
+    "variants/tensor_parallel.py": 76,  # a plan, and replicas of several ranks
 }
 WORDS = 52_000
 WORDS_OF_A_VARIANT = 1_600
@@ -55,16 +56,14 @@ WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_443,
-    "mingpt/": 13_191,
-    "all Python": 178_740,
-    "tests/": 84_620,
-    "tools/": 31_049,
-    "variants/mixed_precision.py": 67,
-    "variants/multinode_spawn.py": 129,
+    "utils.py": 2_656,
+    "mingpt/": 13_554,
+    "all Python": 176_000,
+    "tests/": 83_400,
+    "tools/": 30_700,
+    "variants/mixed_precision.py": 62,
+    "variants/multinode_spawn.py": 69,
     "variants/preemptible.py": 62,
-    "variants/fsdp.py": 120,
-    "variants/sharded_snapshot.py": 104,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
 

@@ -39,7 +39,7 @@ def shard(model, device):
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
         block.to(device)
         for tensor in [*block.parameters(), *block.buffers()]:
-            if not isinstance(tensor, DTensor):  # such as a part of a block before
+            if not isinstance(tensor, DTensor):  # else a block before has it already
                 dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
     if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
@@ -84,7 +84,7 @@ class Trainer:
             )
             # Ends the run at NaN, which must not be saved.
             losses = train_loss, held_out_loss
-            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
+            utils.check_state(losses, self.model, self.optimizer, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -122,8 +122,8 @@ class Trainer:
             targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
             output = self.model(source)
             loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
-        source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
         for _ in range(most - len(self.eval_data)):
+            source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
             self.model(source.to(self.device))  # all ranks must gather equally often
         dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
@@ -154,9 +154,9 @@ class Trainer:
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
-        utils.keep_parts(snapshot, self.model, self.optimizer)
+        utils.keep_parts(snapshot, self.model, self.optimizer)  # each of its own file
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 

@@ -86,7 +86,7 @@ class Trainer:
             )
             # Ends the run at NaN, which must not be saved.
             losses = train_loss, held_out_loss
-            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
+            utils.check_state(losses, self.model, self.optimizer, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -122,7 +122,7 @@ class Trainer:
         stop = self.sigterm.clone()
         dist.all_reduce(stop, group=self.cpu_group)
         if stop:
-            utils.check_weights([], self.model, self.epochs_run, self.snapshot_path)
+            utils.check_state([], self.model, self.optimizer, self.snapshot_path)
             self._save_snapshot()
             self._print(f"preempted after {self.samples_run} samples of the epoch")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves
@@ -175,7 +175,7 @@ class Trainer:
         self.samples_run = snapshot.pop("SAMPLES_RUN", 0)
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
 
 

@@ -95,7 +95,7 @@ class Trainer:
             write_log(f"{self.snapshot_path}.csv", self.log)
             # Ends the run at NaN, which must not be saved.
             losses = train_loss, held_out_loss
-            utils.check_weights(losses, self.model, self.epochs_run, self.snapshot_path)
+            utils.check_state(losses, self.model, self.optimizer, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -172,7 +172,7 @@ class Trainer:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.log = snapshot.get("LOG", [])  # other scripts save none
 

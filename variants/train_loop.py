@@ -286,7 +286,7 @@ class TrainLoop:
             losses = [self.loss]  # NaN must not replace the last good snapshot
             if not self.scaler.is_enabled():  # else a skipped step's may be infinite
                 losses.append(train_loss)
-            utils.check_weights(losses, self.model, done, path or "no snapshot")
+            utils.check_state(losses, self.model, self.optimizer, path or "no file")
             if self.scheduler and not self.scheduler_per_step:
                 if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                     self.scheduler.step(self.loss)
@@ -432,7 +432,7 @@ class TrainLoop:
 
     def _restore(self, snapshot):
         self.model.load_state_dict(snapshot["MODEL_STATE"])
-        utils.load_optimizer(self.optimizer, snapshot["OPTIMIZER_STATE"])
+        self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         self.stop = snapshot.get("STOPPED", False)
         self.history = snapshot.get("HISTORY", [])

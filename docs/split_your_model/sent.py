@@ -6,9 +6,9 @@ torchrun --standalone --nproc-per-node=4 -m docs.split_your_model.sent
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DistributedSampler
 
-from variants.tensor_parallel import average_gradients, forget_meshes, split_layers
+import utils
+from variants.tensor_parallel import average_gradients, split_layers
 
 WIDTH = 1024
 WIDE = 4096
@@ -21,9 +21,7 @@ def main():
         up = torch.nn.Linear(WIDTH, WIDE)
         down = torch.nn.Linear(WIDE, WIDTH)
         model = torch.nn.Sequential(up, torch.nn.GELU(), down)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sampler = DistributedSampler(range(64), num_replicas=4 // split, rank=0)
-        group = split_layers(model, optimizer, sampler, torch.device("cpu"))
+        group = split_layers(model, torch.device("cpu"), split)
         source = torch.randn(BATCH, WIDTH, requires_grad=True)  # of a layer before
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             model(source).square().mean().backward()
@@ -41,7 +39,7 @@ def main():
         if dist.get_rank() == 0:
             line = f"--split {split}: {inside / 1e6:5.2f} MB in a replica,"
             print(f"{line} {between / 1e6:5.2f} MB between replicas")
-    forget_meshes(model)
+    utils.forget_meshes(model)
     dist.destroy_process_group()
 
 

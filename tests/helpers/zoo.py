@@ -427,8 +427,10 @@ def functions(case):
 
 NAMES = [name for name in SCRIPTS if definition(name, "Trainer")]
 NAMES.sort(key=lambda name: len(ancestry(name)))  # parents first
-# PyTorch keeps one mesh for all runs here, which must not be emptied.
-KEEP_MESH = {"vars": lambda mesh: {}, "forget_meshes": lambda model: None}
+
+
+def blocks_of(model):
+    return [child for child in model.children() if [*child.parameters()]]
 
 
 def evaluate(seen, loss_fn):
@@ -443,9 +445,8 @@ def evaluate(seen, loss_fn):
 
 
 REPLACED = {
-    "variants/fsdp.py": KEEP_MESH,
-    "variants/sharded_snapshot.py": KEEP_MESH,
-    "variants/tensor_parallel.py": KEEP_MESH,
+    "variants/fsdp.py": {"blocks_of": blocks_of},
+    "variants/sharded_snapshot.py": {"blocks_of": blocks_of},
     "variants/ddp2.py": {"evaluate_retrieval": evaluate},
     "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
@@ -455,6 +456,8 @@ WAIT = "fsdp", "sharded_snapshot", "preemptible", "diloco"
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
+    # PyTorch keeps one mesh for all runs here, which must not be emptied.
+    utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
     makers = {case: functions(case) for case in chosen}
     left_out = [(f"variants/{name}.py", "unused on one rank") for name in WAIT]

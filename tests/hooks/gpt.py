@@ -54,9 +54,9 @@ def fault_at_step(self, source, targets):
     return loss
 
 
-def load_float64(args, device):
-    corpus, model, optimizer = load_train_objs(args, device)
-    return corpus, model.double(), optimizer
+def load_float64(configuration):
+    corpus, model = load_train_objs(configuration)
+    return corpus, model.double()
 
 
 def save_slowly(snapshot, path):
@@ -75,5 +75,5 @@ elif DO == "own_folder":
 elif DO == "slow_disk":
     utils.save_atomically = save_slowly
 sys.argv[0] = train.__file__
-args = options.parse(options.make_parser(train.__doc__))
-train.main(args)
+args = options.make_parser(train.__doc__).parse_args()
+train.main(options.resolve(args))

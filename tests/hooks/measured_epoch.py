@@ -107,7 +107,10 @@ def make_body(inputs, width):
 
 
 def its_plan(script):
-    """Of tensor_parallel.py: it cuts the hidden layers."""
+    """Of tensor_parallel.py: it cuts the hidden layers. And fsdp.py's blocks."""
+    script["blocks_of"] = lambda model: [
+        layer for layer in model if [*layer.parameters()]
+    ]
     script["PLAN"] = {
         "0.0": parallel.ColwiseParallel(),
         "1.0": parallel.RowwiseParallel(),

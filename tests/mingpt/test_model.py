@@ -3,8 +3,6 @@
 What holds for mingpt/modern.py, too, is tested of both.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -54,17 +52,10 @@ def test_attention_in_bfloat16_on_a_cpu():
 @both
 def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
     def chosen(precision):
-        args = SimpleNamespace(
-            **options.PRESETS["nano"],
-            model=which.__name__,
-            init_from=None,
-            dropout=0.0,
-            checkpoint=False,
-            weight_decay=0.0,
-            precision=precision,
-            compile="off",
-        )
-        model, _ = loading.load_model(args, vocab_size=31, device=torch.device("cpu"))
+        words = ["--model", which.__name__, "--precision", precision]
+        words += ["--device", "cpu", "--compile", "off"]
+        configuration = options.resolve(options.make_parser("").parse_args(words))
+        model = loading.load_model(configuration, vocab_size=31)
         return model.transformer.h[0].attn.attention
 
     assert chosen("fp32") is which.attention
@@ -95,6 +86,23 @@ def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(
         }
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert options.fast_precision(torch.device("cpu")) == precision
+
+
+def test_a_preset_gives_what_is_not_typed():
+    def resolve(*words):
+        words = ["--device", "cpu", "--preset", "gpt2", *words]
+        return options.resolve(options.make_parser("").parse_args(words))
+
+    found = resolve("--n-layer", "2", "--lr", "0.5")
+    assert (found.model.n_layer, found.model.block_size) == (2, 1024)
+    assert (found.optimizer.lr, found.run.batch_size) == (0.5, 64)
+    assert (found.run.steps, found.run.eval_every) == (20_000, 2000)
+    assert found.run.precision in options.DTYPES
+    assert isinstance(found.run.compile, bool)
+    # GPT-2's weights know their own size.
+    found = resolve("--init-from", "gpt2", "--n-head", "12")
+    assert (found.model.n_layer, found.model.n_head) == (None, 12)
+    assert found.run.batch_size == 64
 
 
 @both
@@ -196,8 +204,7 @@ def test_temperature_and_top_k_choose():
     "preset, parameters", [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200)]
 )
 def test_presets_have_the_parameters_of_gpt2(preset, parameters):
-    preset = options.PRESETS[preset]
-    sizes = {name: preset[name] for name in options.SIZES}
+    sizes = dict(zip(options.SIZES, options.PRESETS[preset], strict=False))
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig(**sizes))
     assert sum(weight.numel() for weight in model.parameters()) == parameters

@@ -1,12 +1,15 @@
 """mingpt.train --shard: the training without it, with a part of the model on a rank."""
 
 import os
+import re
 
 import pytest
+import torch
 
 from tests.conftest import OBSERVER
 from tests.mingpt.test_train import TINY, check_runs, gpt, text  # noqa: F401  fixtures, too
 from tools.run.processes import Program
+from tools.run.results import load
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -95,14 +98,70 @@ def test_trains_the_same_with_half_of_the_bytes(runs):
 
 
 def test_a_rank_may_have_an_empty_part(runs, tmp_path):
-    """Four positions on three ranks: the last has none, and gathers with the others."""
+    """Four positions on three ranks: the last has none, and gathers with the others.
+
+    It resumes with its empty parts, too.
+    """
     run = runs[0]
-    few = ["--block-size", 4, "--batch-size", 2, "--steps", 2, "--eval-every", 2]
+    few = ["--block-size", 4, "--batch-size", 2, "--steps", 4, "--eval-every", 2]
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     run(whole, *few, nprocs=3)
+    run(parts, *few, "--shard", nprocs=3, status=1, DO="sigkill", AT_STEP=3)
     run(parts, *few, "--shard", nprocs=3)
     check_runs(whole, parts, "train loss", "val loss")
+
+
+# A module that was changed after the snapshot was saved. The sizes are the same.
+CHANGED = """
+import torch
+
+import own
+from mingpt import modern
+from mingpt.model import GPTConfig
+
+
+class GPT(own.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        {change}
+
+
+make_optimizer = {optimizer}.make_optimizer
+"""
+CHANGES = {
+    "a new name": (
+        "self.new = torch.nn.Linear(1, 1)",
+        "own",
+        "another model",
+    ),
+    "another shape": (
+        "self.transformer.wpe = torch.nn.Embedding(40, config.n_embd).double()",
+        "own",
+        "another model",
+    ),
+    "two optimizers": ("pass", "modern", "an optimizer of other parameter groups"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_snapshot_of_a_changed_module(runs, tmp_path, what):
+    """One line, and the snapshot as it was."""
+    run, whole, _ = runs
+    change, optimizer, message = CHANGES[what]
+    module = CHANGED.format(change=change, optimizer=optimizer)
+    name = f"changed_{optimizer}_{len(change)}"
+    (whole.parent / f"{name}.py").write_text(module)
+    snapshot = load(whole / "mingpt.pt")
+    snapshot["CONFIGURATION"]["model"] = name
+    path = tmp_path / "mingpt.pt"
+    torch.save(snapshot, path)
+    before = path.read_bytes()
+    done = run(tmp_path, *TWO, "--model", name, "--shard", nprocs=2, status=1)
+    errors = re.findall("^train.py: error: (.*)$", done.stderr, re.M)
+    hint = "choose another --snapshot-path"
+    assert errors == [f"mingpt.pt belongs to {message}: {hint}"]
+    assert path.read_bytes() == before
 
 
 @pytest.mark.waits

@@ -81,7 +81,7 @@ def test_parts_that_differ_by_replica_are_not_saved(runs, tmp_path):  # noqa: F8
     assert not (tmp_path / "mingpt.pt").exists()
 
 
-# Its MLP computes what CUTS does not know.
+# Its MLP computes what Split does not know.
 OTHER = """
 from mingpt import model
 from mingpt.model import GPTConfig, make_optimizer
@@ -96,12 +96,23 @@ class GPT(model.GPT):
         super().__init__(config)
         self.transformer.h[0].mlp.__class__ = MLP
 """
+# Its optimizer needs whole matrices.
+MUON = """
+from torch.optim import Muon
+
+from mingpt.model import GPT, GPTConfig
+
+
+def make_optimizer(model, lr, weight_decay):
+    return Muon([model.lm_head.weight], lr, weight_decay)
+"""
 ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
 BAD = {
     "ranks": (["--split", 3], "--split 3 does not divide 2 ranks"),
     "heads": (["--n-head", 1], "--split 2 does not divide 1 heads"),
     "model": (["--model", "mingpt.modern"], ONLY),
     "block": (["--model", "other"], ONLY),
+    "optimizer": (["--model", "muon"], ONLY),
     "shard": (["--shard"], ONLY),
     "scaler": (["--precision", "fp16"], ONLY),
 }
@@ -114,6 +125,7 @@ def test_bad_input(gpt, tmp_path, what):  # noqa: F811
     other = tmp_path / "modules"
     other.mkdir()
     (other / "other.py").write_text(OTHER)
+    (other / "muon.py").write_text(MUON)
     folder = tmp_path / "run"
     path = f"{ROOT}:{other}"
     done = gpt(folder, "--split", 2, *options, nprocs=2, status=1, PYTHONPATH=path)

@@ -1,5 +1,6 @@
 """Bad input: one line, exit status 2, before anything starts, every file as it was."""
 
+import collections
 import os
 import pathlib
 import pickle
@@ -249,7 +250,7 @@ def refuse_samples(train, held_out, batch=1):
 
 def refuse_weights(*weights):
     model.weight.data.fill_(weights[rank])
-    return told(utils.check_weights, [], model, 1, "s.pt")
+    return told(utils.check_state, [], model, optimizer, "s.pt")
 
 
 assert not refuse_samples((80, 80), (9, 9), batch=40)
@@ -265,7 +266,7 @@ assert refuse_weights(1, torch.nan)
 # The gradients of a layer before a softmax add up to 0: its sum tells nothing.
 model = torch.nn.Linear(2, 1, bias=False)
 model.weight.data = torch.tensor([[1.0 + 1e-4 * rank, -1e-4 * rank]])
-assert told(utils.check_weights, [], model, 1, "s.pt")
+assert told(utils.check_state, [], model, optimizer, "s.pt")
 
 # A head that differs is not drowned by a table that does not, trained or frozen.
 for frozen in (False, True):
@@ -276,7 +277,7 @@ for frozen in (False, True):
     model["table"].weight.requires_grad = not frozen
     torch.nn.init.constant_(model["head"].weight, 1)
     model["head"].bias.data.fill_(1 + 1e-4 * rank)
-    assert told(utils.check_weights, [], model, 1, "s.pt")
+    assert told(utils.check_state, [], model, optimizer, "s.pt")
 """
 
 
@@ -289,13 +290,13 @@ def test_what_ranks_must_have_in_common(tmp_path):
     lines = done.stderr.splitlines()
     start = "ranks.py: error: ranks have different numbers of (training, held-out)"
     assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
-    start = "ranks.py: error: epoch 1: weight differs by rank, sums 1, 1.00001,"
+    start = "ranks.py: error: weight differs by rank, sums 1, 1.00001,"
     assert lines.count(f"{start} not saved to s.pt") == 2
-    start = "ranks.py: error: epoch 1: weight differs by rank, norms 1, 1.0001,"
+    start = "ranks.py: error: weight differs by rank, norms 1, 1.0001,"
     assert lines.count(f"{start} not saved to s.pt") == 2
-    start = "ranks.py: error: epoch 1: head.bias differs by rank, sums 1, 1.0001,"
+    start = "ranks.py: error: head.bias differs by rank, sums 1, 1.0001,"
     assert lines.count(f"{start} not saved to s.pt") == 4
-    line = "ranks.py: error: epoch 1: weight has weights that are not finite, not"
+    line = "ranks.py: error: weight has weights that are not finite, not"
     assert lines.count(f"{line} saved to s.pt") == 2
 
 
@@ -317,22 +318,42 @@ def test_a_default_dtype_of_16_bits(line_of):
     assert line.startswith("the default dtype has 16 bits")
 
 
+class Lookahead(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.inner = torch.optim.Adam(self.param_groups)
+
+
+def test_an_optimizer_in_an_optimizer(line_of):
+    model = torch.nn.Linear(1, 1)
+    optimizer = Lookahead(model.parameters())
+    line = line_of(utils.check_objects, [1], [1], model, optimizer, 1)
+    assert line.startswith("the optimizer holds another one")
+
+
+class OwnTensor(torch.Tensor):
+    """Of a class that no other program knows."""
+
+
 class Tokenizer(torch.nn.Linear):
     def get_extra_state(self):
         return pathlib.Path("vocabulary")
 
 
-def test_what_no_snapshot_can_hold(line_of):
+def test_what_no_run_can_load(line_of):
     """Such as a learning rate that NumPy has computed."""
 
-    def line(model, lr):
+    def line(model, lr, **state):
         optimizer = torch.optim.SGD(model.parameters(), lr)
-        return line_of(utils.check_objects, [1], [1], model, optimizer, 1)
+        optimizer.state[model.bias] = state
+        return line_of(utils.check_state, [], model, optimizer, "s.pt")
 
-    start = "no snapshot can hold the "
-    found = line(torch.nn.Linear(1, 1), numpy.float64(0.1))
-    assert found.startswith(f"{start}optimizer's lr")
-    assert line(Tokenizer(1, 1), 0.1).startswith(f"{start}model's _extra_state")
+    model = torch.nn.Linear(1, 1)
+    for part in (numpy.float64(0), collections.deque(), OwnTensor(1)):
+        start = f"no run can load {part!r}"[:60]
+        assert line(model, 0.1, all=[1, {"of": part}]).startswith(start)
+    assert line(model, numpy.float64(0.1)).startswith("no run can load np.float64(0.1)")
+    assert line(Tokenizer(1, 1), 0.1).startswith("no run can load PosixPath(")
 
 
 def test_the_parent_loads_no_data(tmp_path):

@@ -125,4 +125,4 @@ def test_one_rank_prints(probes, name, nprocs):
     assert done.stdout.count("effective batch 66") == 1
     assert done.stdout.count("epoch 1/2 |") == 1
     assert done.stdout.count("epoch 2/2 |") == 1
-    assert done.stdout.count("epoch 2 saved to snapshot.pt") == 1
+    assert done.stdout.count("saved to snapshot.pt") == 2

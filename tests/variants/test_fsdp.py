@@ -12,10 +12,8 @@ from tests.conftest import needs_hosts
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
-    import_script,
     noted,
 )
-from tests.helpers.forked import in_a_fork
 from tools.run import hosts
 from tools.run.launch import launch, plant, train
 from tools.run.processes import Program
@@ -91,24 +89,19 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
         ]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@in_a_fork
-def test_blocks_that_share_a_parameter(monkeypatch, capsys):
-    """PyTorch 2.11 makes two of it, without an error. Later versions raise one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    fsdp = import_script(NAME)
-    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+TIED = """\
+    layers = torch.nn.Linear(20, 20), torch.nn.GELU(), torch.nn.Linear(20, 20)
+    model = torch.nn.Sequential(*layers)
     model[2].weight = model[0].weight
+"""
 
-    def fully_shard(block, mesh):
-        for name, parameter in list(block.named_parameters(recurse=False)):
-            setattr(block, name, torch.nn.Parameter(parameter.detach().clone()))
 
-    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
-    with pytest.raises(SystemExit):
-        fsdp.shard(model, torch.device("cpu"))
-    assert "error: blocks share a parameter: return one" in capsys.readouterr().err
+def test_blocks_that_share_a_parameter(tmp_path):
+    """FSDP2 makes two of it, and PyTorch 2.11 trains both. Later versions raise."""
+    script = plant(NAME, tmp_path / "copy", (LAYERS, TIED))
+    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    assert "error: blocks share a parameter: return one block that" in done.stderr
+    assert "epoch 1/1" not in done.stdout
 
 
 @pytest.mark.waits
@@ -183,7 +176,7 @@ def test_hsdp_sends_less_between_machines(tmp_path):
     one_mesh = re.search(r" +mesh = .*\n", (ROOT / NAME).read_text())[0]
     two_dimensions = indent(code, 4 * " ")
     large = LARGE.replace("1000", "500").replace("12", "2")
-    changes = (LAYERS, large), ALL, FEW[1]
+    changes = (LAYERS, large), ALL, FEW[1], ("lr=0.01", "lr=0.001")
     fsdp, fsdp_bytes = train_on_two_hosts(tmp_path / "fsdp", *changes)
     hsdp, hsdp_bytes = train_on_two_hosts(
         tmp_path / "hsdp", *changes, (one_mesh, two_dimensions)

@@ -1,7 +1,6 @@
 """sharded_snapshot.py: a folder with a part of each rank, and a file that names it."""
 
 import re
-import shutil
 
 import pytest
 

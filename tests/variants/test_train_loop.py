@@ -296,7 +296,7 @@ REFUSED = {
     "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
     "num_gpus '2,3' is no whole number": {"num_gpus": "2,3"},
     "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
-    "epoch 1: the loss is nan": {"criterion": nan, "snapshot_path": "x.pt"},
+    "error: the loss is nan": {"criterion": nan, "snapshot_path": "x.pt"},
 }
 
 
