@@ -76,6 +76,18 @@ before torch.distributed isend                      group.send
 before torch.distributed recv                       group.send
 before torch.distributed send                       group.send
 """
+# All other names that PyTorch does not promise to keep
+PRIVATE = """
+torch._C._TorchDispatchModeKey.FAKE
+torch._C._TorchDispatchModeKey.PROXY
+torch._C._current_graph_task_id
+torch._C._get_dispatch_mode
+torch.nn.modules.batchnorm._NormBase
+torch.nn.modules.module._has_any_global_hook
+torch.utils._pytree.tree_leaves
+torch.utils._pytree.tree_leaves_with_path
+torch.utils._pytree.tree_map_only
+"""
 settings = json.loads(os.environ.get("AUDIT", "{}"))  # of audit.py's command line
 host = socket.gethostname()
 
@@ -397,9 +409,11 @@ class Batches:
                 value = [" ".join(pair) for pair in zip(value, rows, strict=False)]
         self.samples += len(value)
         lengths = {len(each) for each in tensors_in(data) if each.dim() > 1}
-        wrong = f"tensors of one batch have {sorted(lengths)} rows"
-        bad = len(lengths) > 1 and lengths == {1, len(indices)}
-        watch.note("rows", wrong, bad)
+        watch.note(
+            "rows",
+            f"tensors of one batch have {sorted(lengths)} rows",
+            len(lengths) > 1 and lengths == {1, len(indices)},
+        )
         if watch.evaluations.running:
             self.flush("evaluated")
         # Somebody may have only looked at a batch of this loader, or at all of another.
@@ -558,7 +572,7 @@ class Passes:
         watch.evaluations.end()
         together = self.sharded
         for wrapper, (lines, sends) in self.awaiting.items():
-            together = together or sends
+            together |= sends
             counted = self.sends.setdefault(wrapper, [lines, 0])
             counted[1] += sends
             self.unsent = () if sends else lines
@@ -675,8 +689,9 @@ class Steps:
         passes.thread = threading.get_ident()
         watch.evaluations.end()
         watch.batches.flush("trained")
-        title = f"the number of steps of optimizer {len(self.counts)}"
-        title = self.titles.setdefault(optimizer, title)
+        title = self.titles.setdefault(
+            optimizer, f"the number of steps of optimizer {len(self.counts)}"
+        )
         self.counts.setdefault(title, 0)
         for lines, times in passes.sends.values():
             watch.note("twice", f"sent {times} times", times > 1, 3, lines=lines)
@@ -1046,6 +1061,8 @@ def hook():
     if hasattr(torch, "_audited"):
         return  # by the process that this one was forked from
     torch._audited = True
+    for name in PRIVATE.split():
+        pkgutil.resolve_name(name)  # a new version of PyTorch may lack one of them
     library = os.path.dirname(os.__file__)
     not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
     watch = Watch()

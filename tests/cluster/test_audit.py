@@ -260,6 +260,18 @@ def test_resumed(weights, said):
         assert (begin, found) == (2, None)
 
 
+def test_a_name_that_pytorch_has_given_up(tmp_path):
+    """The command runs on, and the audit says why it has seen nothing."""
+    for name in ("audit.py", "audit_watch.py"):
+        text = (ROOT / "cluster" / name).read_text()
+        (tmp_path / name).write_text(text.replace("._NormBase\n", "._Gone\n"))
+    words = ["python", "audit.py", "python", "-c", "import torch; print('ended')"]
+    done = Program(words, tmp_path).finish()
+    assert done.returncode == 2
+    assert done.stdout == "ended\n"
+    assert "this process is not watched: AttributeError" in done.stderr
+
+
 def test_harmless(tmp_path):
     """A watched run saves what an unwatched one saves, bit for bit."""
     saved = []
