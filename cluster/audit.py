@@ -44,11 +44,38 @@ module.begin({site!r})
 
 # A section is a check, in the order in which they are made, the worst first. `rule` is
 # a function below. Of the checks of a group, the first that finds something is told:
-# the others would find what follows from it. `level`: a MISTAKE changes what is
-# trained, evaluated or saved; a RISK may cost a snapshot or an exit; a COST is time.
+# the others would find what follows from it (and one check speaks for two groups).
+# `level`: a MISTAKE changes what is trained, evaluated or saved; a RISK may cost a
+# snapshot or an exit; a COST is time.
 # Without `ok`, a check finds the cause of what another one sees. Without `needs`, it is
 # of what few scripts use. `help` is a section of our pages, `see` a page of PyTorch's.
 CHECKS = """
+[skips]
+level = MISTAKE
+rule = equal
+group = weights and steps
+wrong = a rank leaves out optimizer steps that others make
+why = All ranks ran the same backward passes, and got the same gradients. If only some
+    make the step, each trains a model of its own.
+fix = Call optimizer.step() on all ranks, not under `if rank == 0:`. If your code leaves
+    out steps, let it decide on a value that all ranks share: all_reduce the loss first.
+help = ddp_by_hand.md#average-the-gradients-after-backward
+see = notes/ddp.html
+
+[load]
+level = MISTAKE
+rule = alone
+group = load
+ok = a state that is loaded has names of the model
+wrong = a model loads a state, and no name in it is one of the model's
+needs =
+why = strict=False leaves out all names that do not fit, so that the model keeps the
+    weights that it had.
+fix = Make the names equal: remove the prefix ("module." is DDP's), and let strict=True
+    raise an error for the others.
+help = troubleshooting.md#unexpected-keys-in-state_dict
+see = generated/torch.nn.Module.html
+
 [start]
 level = MISTAKE
 rule = weights
@@ -61,6 +88,18 @@ why = Averaging gradients keeps equal weights equal. It cannot make different we
 fix = Wrap the model in DDP after all changes to its weights, or broadcast them.
 help = 2_multigpu.md#wrap-the-model-in-ddp
 see = generated/torch.nn.parallel.DistributedDataParallel.html
+
+[skipped]
+level = MISTAKE
+rule = weights
+group = weights
+wrong = a rank leaves out optimizer steps that others make
+why = All ranks ran the same backward passes, and got the same gradients. If only some
+    make the step, each trains a model of its own.
+fix = Call optimizer.step() on all ranks, not under `if rank == 0:`. If your code leaves
+    out steps, let it decide on a value that all ranks share: all_reduce the loss first.
+help = ddp_by_hand.md#average-the-gradients-after-backward
+see = notes/ddp.html
 
 [bypass]
 level = MISTAKE
@@ -188,6 +227,7 @@ wrong = the ranks make different numbers of steps
 needs = two ranks that ran to the end
 why = A rank that goes on alone waits for the others, or trains without them.
 fix = Give all ranks equally many batches (drop_last=True), and let all of them stop.
+    If a rank leaves out steps by itself, let it decide on a value that all ranks share.
 help = it_hangs.md#find-the-rank-that-skipped-a-collective
 see = generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -266,7 +306,8 @@ wrong = an evaluation counts some held-out samples twice
 needs = an evaluation with a loader on two ranks
 why = DistributedSampler repeats samples until all ranks have equally many, so that the
     result depends on the number of processes.
-fix = Evaluate Subset(test_set, range(rank, len(test_set), world_size)).
+fix = Evaluate Subset(test_set, range(rank, len(test_set), world_size)). Then a rank may
+    have one batch less: call ddp_model.module, after broadcasting rank 0's buffers.
 help = 2_multigpu.md#evaluate-each-held-out-sample-once
 see = data.html
 
@@ -274,7 +315,7 @@ see = data.html
 level = MISTAKE
 rule = met
 group = met
-ok = the ranks combine something after they have evaluated
+ok = a collective follows each evaluation; what it combines is not checked
 wrong = each rank evaluates different samples, and the results are not combined
 needs = the same evaluation twice on two ranks
 why = Each rank prints, and acts on, the result of its own samples only.
@@ -565,7 +606,6 @@ class Run:
         # The command's exit status, on one machine that failed if there is one
         self.status = max(statuses, key=abs, default=None)
         self.failed = []  # errors of the watch and of the rules
-        self.places = {}  # {a check: where what it asks for was seen}
         ranks = {}
         for path in sorted(folder.glob("*.jsonl")):  # the oldest first
             whole = path.read_text().rpartition("\n")[0]
@@ -573,7 +613,7 @@ class Run:
                 json.loads(line, object_hook=Event) for line in whole.splitlines()
             ]
             self.failed += [event for event in events if event.kind == "failed"]
-            if any(event.kind == "weights" for event in events):
+            if any(event.kind in ("weights", "skips") for event in events):
                 rank = [event.rank for event in events if "rank" in event][-1]
                 ranks[rank] = events  # after a restart, the last process counts
                 for event in events:
@@ -599,6 +639,10 @@ class Run:
             else:
                 by_rank[event.rank] = event
         return found
+
+    def last(self, kind):
+        """The same as a list."""
+        return [each for by_rank in self.of(kind).values() for each in by_rank.values()]
 
     def pairs(self, kind):
         """Events of each two ranks that may be compared: [(event, event), ...]"""
@@ -631,20 +675,16 @@ def differences(one, other):
     found = []
     for name in one:
         pair = one[name], other.get(name, one[name])
-        numbers = all(isinstance(value, (int, float)) for value in pair)
-        close = numbers and math.isclose(*pair, rel_tol=ROUNDING, abs_tol=1e-12)
+        close = math.isclose(*pair, rel_tol=ROUNDING, abs_tol=1e-12)
         if not close and str(pair[0]) != str(pair[1]):  # NaN equals NaN
             found.append(name)
     return found
 
 
 def tell(name, mine, its):
-    when = f"after step {mine.step}" if mine.step else "before the first step"
-    values = []
-    for event in (mine, its):
-        value = event.value[name]
-        shown = f"{value:.7g}" if isinstance(value, float) else value
-        values.append(f"{shown} on rank {event.rank}")
+    step = max(mine.step, its.step)
+    when = f"after step {step}" if step else "before the first step"
+    values = [f"{each.value[name]:.7g} on rank {each.rank}" for each in (mine, its)]
     return f"{name} was {' and '.join(values)} {when}; they must be equal"
 
 
@@ -692,7 +732,7 @@ def differ(run, kind):
 
 def alone(run, kind):
     needed(kind != "destroyed" or run.status == 0)  # an error is told anyway
-    events = needed(run.events(kind))
+    events = needed(run.last(kind))
     # If all ranks do it, each may save its own.
     needed(kind != "parts" or {event.rank for event in events} < set(run.ranks))
     for event in events:
@@ -784,8 +824,7 @@ def learns(run, kind):
 
 def replaced(mine, its, mine_then, its_then):
     """Whether one rank kept its weights when they became equal: they are no average."""
-    kept = not differences(mine.value, mine_then.value)
-    return kept or not differences(its.value, its_then.value)
+    return mine.value == mine_then.value or its.value == its_then.value
 
 
 def cause_of(pairs, at, names):
@@ -795,6 +834,8 @@ def cause_of(pairs, at, names):
         return "start", mine.lines
     if set(names) <= set(mine.unwrapped or ()):
         return "unwrapped", mine.unwrapped[names[0]]
+    if mine.clock != its.clock:
+        return "skipped", mine.lines
     for kind in ("bypass", "unsent", "converted"):
         lines = mine.hints.get(kind) or its.hints.get(kind)
         if lines:
@@ -831,8 +872,7 @@ def samples(run, kind):
 
 def data(run, kind):
     """Under one number, a sample is the same for each rank, or augmented."""
-    by_number = run.of(kind).values()
-    rows = [event.value for by_rank in by_number for event in by_rank.values()]
+    rows = [event.value for event in run.last(kind)]
     needed(any(len(each) > 1 for each in rows))
     needed(all(len(set(each)) == 1 for each in rows))
     for mine, its in needed(run.pairs(kind)):
@@ -844,16 +884,15 @@ def order(run, kind):
     """Two passes over a loader that begin with the same samples."""
     before = {}  # {(rank, loader): the first samples of the last pass}
     compared = False
-    for by_rank in run.of("trained").values():
-        for event in by_rank.values():
-            begin = [sample[:9] for sample in event.value[:8]]  # no noise that is added
-            place = event.rank, event.key[0]
-            if event.indexed and len(begin) == 8 and begin != sorted(begin):
-                if begin == before.get(place):
-                    seen = [int(each) for each in begin[:3]]
-                    yield event, f"two epochs began with the samples {seen}"
-                compared = compared or place in before
-                before[place] = begin
+    for event in run.last("trained"):
+        begin = [sample[:9] for sample in event.value[:8]]  # no noise that is added
+        place = event.rank, event.key[0]
+        if event.indexed and len(begin) == 8 and begin != sorted(begin):
+            if begin == before.get(place):
+                seen = [int(each) for each in begin[:3]]
+                yield event, f"two epochs began with the samples {seen}"
+            compared |= place in before
+            before[place] = begin
     needed(compared)
 
 
@@ -868,11 +907,8 @@ def once(run, kind):
 def met(run, kind):
     for mine, its in needed(run.pairs(kind)):
         common = set(mine.value) & set(its.value)
-        if 2 * len(common) < len(mine.value):
-            if not mine.met and not its.met:
-                yield mine, "no collective followed before the next step or the end"
-            place = short((mine.met or its.met)[0])
-            run.places[kind] = f" (at {place}: are all results in it?)"
+        if 2 * len(common) < len(mine.value) and not (mine.met or its.met):
+            yield mine, "no collective followed before the next step or the end"
 
 
 # The report
@@ -882,13 +918,13 @@ def judge(run):
     """([finding, ...], what is right, {what was not checked: what that needs})"""
     checks = configparser.RawConfigParser()
     checks.read_string(CHECKS)
-    findings = {}  # by group
+    findings = []
     fine = []
     unchecked = {}
     for kind in checks.sections():
         texts = {key: " ".join(text.split()) for key, text in checks[kind].items()}
         check = Event(texts, mistake=kind)
-        if check.group in findings:
+        if any(check.group in finding.group for finding in findings):
             continue
         try:
             found = next(globals()[check.rule](run, kind), None)
@@ -906,10 +942,10 @@ def judge(run):
                 check["help"] = (
                     f"{DOCS}/{check.help}" if DOCS else f"{PYTORCH}/{check.see}"
                 )
-                findings[check.group] = check
+                findings.append(check)
             elif check.ok:
-                fine.append(check.ok + run.places.get(kind, ""))
-    return list(findings.values()), fine, unchecked
+                fine.append(check.ok)
+    return findings, fine, unchecked
 
 
 def code_at(line):
@@ -950,16 +986,18 @@ def verdict(run, findings, unchecked, strict=False):
         return "AUDIT INCOMPLETE: the audit itself failed, as it says above", 2
     if run.status != 0:
         return f"AUDIT INCOMPLETE: {ended(run)}, so that nothing is proven", 2
-    if len(run.ranks) < 2:
-        several = "type a command that starts several, such as torchrun's"
-        return f"AUDIT INCOMPLETE: one process, so no ranks to compare; {several}", 0
+    world = max([event.world for event in run.events("group")], default=1)
+    if len(run.ranks) < max(2, world):
+        why = "one process, so no ranks to compare; type a command that starts several"
+        if world > 1:
+            why = f"of {world} processes, {len(run.ranks)} made steps"
+        return f"AUDIT INCOMPLETE: {why}", 0
     return f"AUDIT PASSED: {levels(findings)}; {len(unchecked)} not checked", 0
 
 
 def tell_list(title, items):
     if items:
-        print(f"\n{title}:")
-        print(*[f"  {item}" for item in items], sep="\n")
+        print("\n  ".join([f"\n{title}:", *items]))
 
 
 def report(run, strict):
@@ -982,7 +1020,7 @@ def report(run, strict):
     tell_list(f"NOT CHECKED ({len(lacks)}), could still be wrong", lacks)
     tell_list(f"OK ({len(fine)})", fine)
     for event in run.failed:
-        print(f"\nThe audit itself failed: {event.wrong}")
+        print(f"\nThe audit itself failed (is PyTorch newer than it?): {event.wrong}")
     print(f"\n{last}")
     return status
 
@@ -992,7 +1030,7 @@ def report(run, strict):
 
 def environment(folder, **settings):
     """The variables that put the watch into each process of a command."""
-    site = Path(folder) / "site"
+    site = folder / "site"
     site.mkdir(parents=True, exist_ok=True)
     text = SITE.format(watch=str(WATCH), site=str(site))
     (site / "sitecustomize.py").write_text(text)
@@ -1007,7 +1045,7 @@ def start(command, folder, **settings):
     """Run a command under watch, to its end."""
     if list(folder.glob(f"*-{socket.gethostname()}-*.jsonl")):
         raise BadInput(f"{folder} holds an earlier audit: name another folder")
-    env = {**os.environ, **environment(folder, **settings)}
+    env = os.environ | environment(folder, **settings)
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as error:
@@ -1023,7 +1061,8 @@ def start(command, folder, **settings):
 # Against another command
 
 NOISE = """the steps draw random numbers, so that no two runs can be compared: seed them
-anew in each epoch, or turn noise and augmentation off"""
+anew in each epoch, or turn noise and augmentation off (for --kill, nn.Dropout, too:
+--like turns it off by itself)"""
 
 
 def weights_of(run):
@@ -1062,7 +1101,7 @@ def cause(before):
     if before is None:
         return "they begin with other weights, so that the rest cannot be compared"
     one, other = before
-    if one.noise and one.drawn != other.drawn:
+    if one.noise and one.drawn[1] != other.drawn[1]:
         raise BadInput(NOISE)
     if one.rate != other.rate:
         rates = f"learning rates {one.rate} and {other.rate}"
@@ -1095,8 +1134,10 @@ def like(args, folder, settings):
         start(command, folder / name, **settings)
         run = Run(folder / name)
         if run.status or not run.ranks:
-            why = "has it failed in float64, or resumed from the other's snapshot?"
-            raise BadInput(f"{shlex.join(command)} made no step or failed: {why}")
+            raise BadInput(
+                f"{shlex.join(command)} made no step or failed: has it failed in "
+                "float64, or resumed from the other's snapshot?"
+            )
         runs.append(run)
     found = None
     other = weights_of(runs[1])
@@ -1123,9 +1164,8 @@ def survive(args, folder, settings):
     runs = []
     for name in ("whole", "killed", "again"):
         print(f"audit: the {name} run begins", file=sys.stderr)
-        how = {**settings, "every_step": True, "states": True}
-        if name == "killed":
-            how["kill"] = args.kill
+        kill = args.kill if name == "killed" else 0
+        how = settings | {"every_step": True, "kill": kill}
         start(args.command, folder / name, **how)
         runs.append(Run(folder / name))
         if name != "killed" and args.snapshot.exists():
@@ -1192,9 +1232,10 @@ def watch(args, folder, settings):
         start(args.command, folder, **settings)
     run = Run(folder)
     if not run.ranks:
-        ignored = "python -E and -I ignore the audit"
-        why = f"no step of a torch optimizer was seen ({ignored}); {ended(run)}"
-        raise BadInput(why)
+        raise BadInput(
+            "no step of a torch optimizer was seen (python -E and -I ignore the "
+            f"audit); {ended(run)}"
+        )
     return report(run, args.strict)
 
 
@@ -1204,8 +1245,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # and end the command, too
     signal.signal(signal.SIGINT, lambda *_: None)  # the command ends by it, too
     with tempfile.TemporaryDirectory(prefix="audit-") as temporary:
-        folder = args.read or args.folder or Path(temporary)
-        folder = folder.resolve()
+        folder = (args.read or args.folder or Path(temporary)).resolve()
         how = like if args.like else watch if args.kill is None else survive
         try:
             status = how(args, folder, settings)

@@ -53,6 +53,7 @@ after  torch.amp.GradScaler                      step              steps.skip
 before torch.nn.utils                            clip_grad_norm_   steps.clip
 before torch.nn.utils                            clip_grad_value_  steps.clip
 before torch                                     save              files.save
+after  torch.nn.Module                           load_state_dict   files.load
 after  torch.distributed                         init_process_group   group.join
 before torch.distributed.algorithms.Join         __enter__            group.join_uneven
 before torch.distributed all_gather                 evaluations.meet
@@ -81,7 +82,6 @@ torch._C._TorchDispatchModeKey.FAKE
 torch._C._TorchDispatchModeKey.PROXY
 torch._C._current_graph_task_id
 torch._C._get_dispatch_mode
-torch.nn.Module()._non_persistent_buffers_set
 torch.nn.modules.batchnorm._NormBase
 torch.nn.modules.module._has_any_global_hook
 torch.utils._pytree.tree_leaves
@@ -264,12 +264,12 @@ def hashes(value, count=None):
     return [f"{number:.9g}" for number in sum(found).tolist()] if found else []
 
 
-def random_state(device):
-    """A number that changes when a model on this device draws a random number."""
+def random_state(tensor):
+    """A number that changes when a model on its device draws a random number."""
     states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return zlib.crc32(b"".join(bytes(state.tolist()) for state in states))
+    if tensor.device.type != "cpu":
+        states.append(torch.get_device_module(tensor.device).get_rng_state())
+    return zlib.crc32(bytes(torch.cat(states).tolist()))
 
 
 def by_identity():
@@ -313,6 +313,11 @@ class Watch:
         self.group = Group()
         self.files = Files()
 
+    @property
+    def now(self):
+        """A number that is the same on all ranks, also if one leaves out steps."""
+        return self.passes.clock or self.steps.done
+
     def emit(self, kind, **facts):
         if self.file is None:
             path = f"{settings['folder']}/{time.time_ns()}-{host}-{os.getpid()}.jsonl"
@@ -326,7 +331,7 @@ class Watch:
         wrong = wrong if bad else ""
         self.noted[kind, wrong] += 1
         if self.noted[kind, wrong] == times:
-            self.emit(kind, wrong=wrong, **facts)
+            self.emit(kind, key=wrong, wrong=wrong, **facts)
 
     def fail(self, error):
         with contextlib.suppress(Exception):  # the disk may be full
@@ -381,6 +386,7 @@ class Batches:
         shares = getattr(loader.sampler, "num_replicas", 2) > 1
         iterator._audit_facts = {
             "loader": self.names[loader],
+            "began": watch.passes.clock,
             "iteration": self.iterations,
             "shared": shares and "DistributedSampler" in type(loader.sampler).__name__,
         }
@@ -403,9 +409,11 @@ class Batches:
                 value = [" ".join(pair) for pair in zip(value, rows, strict=False)]
         self.samples += len(value)
         lengths = {len(each) for each in tensors_in(data) if each.dim() > 1}
-        if len(lengths) > 1:
-            wrong = f"tensors of one batch have {sorted(lengths)} rows"
-            watch.note("rows", wrong, lengths == {1, len(indices)})
+        watch.note(
+            "rows",
+            f"tensors of one batch have {sorted(lengths)} rows",
+            len(lengths) > 1 and lengths == {1, len(indices)},
+        )
         if watch.evaluations.running:
             self.flush("evaluated")
         # Somebody may have only looked at a batch of this loader, or at all of another.
@@ -415,7 +423,7 @@ class Batches:
             if each["iteration"] == facts["iteration"]
             or (each["loader"] != facts["loader"] and "over" not in each)
         ]
-        facts = {**facts, "indexed": indexed, "value": value, "lines": where()}
+        facts = facts | {"indexed": indexed, "value": value, "lines": where()}
         self.pending.append(facts)
         if facts["shared"]:
             for index, row in zip(map(int, indices), rows, strict=False):
@@ -440,7 +448,8 @@ class Batches:
             passes = self.passes.setdefault((use, facts["loader"]), {})
             number = passes.setdefault(facts["iteration"], len(passes))
             if self.samples < SAMPLES:
-                watch.emit(use, key=[facts["loader"], number], **facts)
+                key = [facts["loader"], facts["began"] or number]
+                watch.emit(use, key=key, **facts)
         self.pending = []
         watch.evaluations.running = False
 
@@ -448,6 +457,7 @@ class Batches:
 class Passes:
     """Forward and backward passes."""
 
+    clock = 0  # backward passes that all ranks make together
     outer = None  # the outermost module that runs now, by a weak reference
     parameters = []  # its own
     inside_wrapper = False
@@ -477,8 +487,7 @@ class Passes:
         if type(module).__name__ == "FullyShardedDataParallel":
             watch.note("parallel")  # its parts are plain tensors
         for name, parameter in module.named_parameters():
-            if parameter not in self.names:
-                self.names[parameter] = (plain(name), where())
+            self.names.setdefault(parameter, (plain(name), where()))
 
     def convert(self, module, *args, **kwargs):
         """It goes to another device or type, where DDP's hooks do not follow."""
@@ -498,8 +507,7 @@ class Passes:
             if self.parameters:
                 if self.parameters[-1] not in self.names:
                     self.name(module)
-                device = self.parameters[0].device
-                self.random = watch.steps.reads() and random_state(device)
+                self.random = watch.steps.reads() and random_state(self.parameters[0])
             # A compiled module calls no hook of those inside it.
             if hasattr(module, "_orig_mod"):
                 parts = module.modules()
@@ -512,7 +520,7 @@ class Passes:
         if type(module).__name__.startswith("FSDP"):
             self.sharded = True
         for wrapper in parts:
-            if isinstance(wrapper, DDP):
+            if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
                 self.inside_wrapper = True
                 # DDP decides now whether the backward pass sends gradients.
                 sends = wrapper.require_backward_grad_sync
@@ -542,7 +550,7 @@ class Passes:
                 self.look_at_pass(module, parameters, [args, kwargs])
         elif evaluates:
             if self.random and not any(part.training for part in module.modules()):
-                drawn = random_state(parameters[0].device) != self.random
+                drawn = random_state(parameters[0]) != self.random
                 watch.note("chance", "random numbers were drawn in eval()", drawn)
             watch.evaluations.add(module, parameters, [args, kwargs], training)
 
@@ -551,32 +559,30 @@ class Passes:
         for part in module.modules():
             for each in part.parameters(recurse=False):
                 self.modes[each] = part.training or alike
-        key = [where()[:1], watch.steps.done]
+        key = [where()[:1], watch.now]
         # What another module has computed may be the same, rightly.
         if not any(each.requires_grad for each in tensors_in(given)):
             inputs = hashes(given)
             if inputs:
                 watch.emit("inputs", key=key, value=inputs)
-        if random_state(parameters[0].device) != self.random:
+        if random_state(parameters[0]) != self.random:
             watch.emit("random", key=key, value=self.random)
 
     def backward(self, *args, **kwargs):
         watch.evaluations.end()
+        together = self.sharded
         for wrapper, (lines, sends) in self.awaiting.items():
+            together |= sends
             counted = self.sends.setdefault(wrapper, [lines, 0])
             counted[1] += sends
             self.unsent = () if sends else lines
-            now = wrapper.require_backward_grad_sync
-            if not (sends and now):
+            if not (sends and wrapper.require_backward_grad_sync):
                 watch.note("no_sync", "no_sync() around backward() alone", sends)
+        if together and not watch.group.era[0]:  # no uneven inputs
+            self.clock += 1
         self.awaiting.clear()
         watch.steps.backward(self.fresh)
         self.fresh = False
-
-    def end_step(self):
-        self.sends.clear()
-        self.unsent = ()
-        self.outer = None  # a forward pass that has raised an error left it
 
 
 class Evaluations:
@@ -587,23 +593,22 @@ class Evaluations:
     def __init__(self):
         self.results = {}  # {lines: its samples, and where ranks met afterwards}
         self.tested = set()  # samples of earlier ones
-        self.last_read = {}  # {lines: step}
+        self.last_read = {}  # {lines: when}
 
     def add(self, module, parameters, inputs, training):
         """One more pass of an evaluation, or of a teacher, which has one per step.
 
         A network that stays in training mode may differ between ranks.
         """
-        step = watch.steps.done
-        gap = step - self.last_read.get(where(), -EVERY_STEPS)
-        self.last_read[where()] = step
-        if gap and watch.steps.reads() and not training:
+        again = self.last_read.get(where()) == watch.now
+        self.last_read[where()] = watch.now
+        if not again and watch.steps.reads() and not training:
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
                 for name, buffer in part.named_buffers(recurse=False):
                     if name not in part._non_persistent_buffers_set:
                         state[f"{prefix}.{name}".strip(".")] = buffer
-            key = [where(), step]
+            key = [where(), watch.now]
             watch.emit("state", key=key, value=sizes(state), inputs=hashes(inputs))
         if any(parameter in watch.steps.held for parameter in parameters):
             result = self.results.setdefault(where(), {"value": []})
@@ -620,9 +625,9 @@ class Evaluations:
         if self.running:
             watch.batches.flush("evaluated")
         for lines, result in self.results.items():
-            samples = hash(str(result["value"]))
+            samples = str(result["value"])
             if result["value"] and samples in self.tested:
-                watch.emit("met", key=[lines, watch.steps.done], lines=lines, **result)
+                watch.emit("met", key=[lines, watch.now], lines=lines, **result)
             self.tested.add(samples)
         self.results = {}
 
@@ -639,8 +644,8 @@ class Steps:
     dead = None  # (parameter, its name, lines): it runs, and has had no gradient
 
     def __init__(self):
-        self.counts = {}  # {an optimizer's number: its steps so far}
-        self.numbers = weakref.WeakKeyDictionary()  # {optimizer: its number}
+        self.counts = {}  # {an optimizer's title: its steps so far}
+        self.titles = weakref.WeakKeyDictionary()  # {optimizer: its title}
         self.made = weakref.WeakKeyDictionary()  # {optimizer: the lines that made it}
         self.old = weakref.WeakKeyDictionary()  # {optimizer: where an old gradient is}
         self.held = by_identity()  # by an optimizer
@@ -657,17 +662,18 @@ class Steps:
         batches = watch.batches
         early = self.done < FIRST_STEPS or self.done % EVERY_STEPS == 0
         begins = self.done < batches.epoch_began + 3 and batches.iterations < EPOCHS
-        return early or begins or settings.get("every_step", False)
+        return early or begins or settings.get("every_step")
 
     def hold(self, result, optimizer, *args, **kwargs):
         self.made[optimizer] = where()
 
     def backward(self, fresh):
         if fresh and not self.stepping:
+            self.lines = self.lines or where()
             self.fresh.add(where())
         if self.reads():
-            for optimizer, number in self.numbers.items():
-                if self.counts[number] and self.old.get(optimizer, True):
+            for optimizer, title in self.titles.items():
+                if self.counts[title] and self.old.get(optimizer, True):
                     self.old[optimizer] = address_of_gradient(optimizer)
         else:
             self.old.clear()
@@ -676,27 +682,30 @@ class Steps:
         if not self.stepping:
             self.dropped |= dict.fromkeys(self.fresh, where())
             self.fresh = set()
+            watch.passes.sends.clear()
 
     def before(self, optimizer, *args):
         passes = watch.passes
         passes.thread = threading.get_ident()
         watch.evaluations.end()
         watch.batches.flush("trained")
-        number = self.numbers.setdefault(optimizer, len(self.counts))
-        self.counts.setdefault(number, 0)
+        title = self.titles.setdefault(
+            optimizer, f"the number of steps of optimizer {len(self.counts)}"
+        )
+        self.counts.setdefault(title, 0)
         for lines, times in passes.sends.values():
             watch.note("twice", f"sent {times} times", times > 1, 3, lines=lines)
         if passes.unsent:
             passes.hints.setdefault("unsent", passes.unsent)
         self.look_at_gradients(optimizer)
         if settings.get("every_step"):
-            state = random_state(parameters_of(optimizer)[0].device)
+            state = random_state(parameters_of(optimizer)[0])
             drawn = watch.batches.iterations, state
             if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
                 watch.note("noise")  # beginning an epoch draws a number, too
             self.drawn = drawn
         if self.reads():
-            self.look_at(optimizer, number)
+            self.look_at(optimizer)
         self.stepping = True
         self.lines = where()
 
@@ -713,7 +722,7 @@ class Steps:
         watch.note("zeroed", "each was added to those of earlier steps", kept, 3)
         self.look_at_scale("scaled", 3)
 
-    def look_at(self, optimizer, number):
+    def look_at(self, optimizer):
         parameters = parameters_of(optimizer)
         trains = [watch.passes.modes.get(each) for each in parameters]
         evaluates = False in trains and True not in trains
@@ -726,7 +735,7 @@ class Steps:
                     watch.note("sparse", "a gradient was sparse")
         self.look_for_dead()
         self.look_for_unheld(optimizer)
-        self.read(optimizer, number, "before")
+        self.read(optimizer, "before")
 
     def look_for_dead(self):
         """Of what runs, the first has no gradient, and something behind it has."""
@@ -744,13 +753,11 @@ class Steps:
     def arrive(self, parameter):
         self.moved[parameter] = True
 
-    def read(self, optimizer, number, when):
+    def read(self, optimizer, when):
         passes = watch.passes
+        title = self.titles[optimizer]
         era, first = watch.group.era
-        count = self.counts[number]
-        step = count + (when == "after")
-        key = [number, era, count - first.setdefault(number, count), when]
-        facts = {"optimizer": number, "step": step, "key": key}
+        count = self.counts[title]
         named = {}
         unwrapped = {}
         for place, each in enumerate(parameters_of(optimizer)):
@@ -762,20 +769,24 @@ class Steps:
                 unwrapped[f"mean absolute value of {name}"] = lines
             if len(part_of(each)) > passes.sharded:
                 watch.note("parallel")
-        facts["unwrapped"] = unwrapped if passes.averaged else None
         shapes = str([(name, each.shape) for name, each in named.items()])
-        facts["model"] = zlib.crc32(shapes.encode())
-        facts["hints"] = passes.hints
+        rates = [float(each.get("lr") or 1) for each in optimizer.param_groups]
+        facts = {
+            "optimizer": title,
+            "step": count + (when == "after"),
+            "key": [title, era, count - first.setdefault(title, count), when],
+            "unwrapped": unwrapped if passes.averaged else None,
+            "model": zlib.crc32(shapes.encode()),
+            "hints": passes.hints,
+            "clock": passes.clock,
+            "rate": max(rates),
+            "value": sizes(named),
+            "drawn": self.drawn,
+            "noise": watch.noted["noise", ""],
+        }
         if passes.sharded:
             early = "early", self.made.get(optimizer, ())
             facts["sharded"] = ("hidden", passes.hidden) if passes.hidden else early
-        facts["rate"] = max(
-            float(each.get("lr") or 1) for each in optimizer.param_groups
-        )
-        facts["value"] = sizes(named)
-        if settings.get("states"):
-            facts["drawn"] = random_state(parameters_of(optimizer)[0].device)
-            facts["noise"] = watch.noted["noise", ""]
         if when == "before":
             gradients = gradients_of(optimizer)
             if gradients or not any(each.requires_grad for each in named.values()):
@@ -800,16 +811,19 @@ class Steps:
             watch.note("unheld", wrong, left, 8, lines=lines)  # it may begin later
 
     def after(self, optimizer, *args):
-        number = self.numbers[optimizer]
+        title = self.titles[optimizer]
+        passes = watch.passes
         if self.reads():
-            self.read(optimizer, number, "after")
-            watch.passes.hints = {}
+            self.read(optimizer, "after")
+            passes.hints = {}
         self.stepping = False
         self.fresh = set()
         self.dropped = {}
-        self.counts[number] += 1
-        watch.passes.end_step()
-        if self.counts[number] == settings.get("kill"):
+        self.counts[title] += 1
+        passes.sends.clear()
+        passes.unsent = ()
+        passes.outer = None  # a forward pass that has raised an error left it
+        if self.counts[title] == settings.get("kill"):
             self.kill()
 
     def kill(self):
@@ -843,11 +857,11 @@ class Steps:
             dead = self.dead and not self.moved.get(each)
             watch.note("dead", f"{name} has had no gradient", dead, lines=lines)
         if not watch.group.era[0]:
-            counts = {
-                f"steps of optimizer {number}": count
-                for number, count in self.counts.items()
-            }
-            watch.emit("steps", key="all", value=counts, lines=self.lines)
+            counts = self.counts or {"the number of steps of optimizer 0": 0}
+            facts = {"value": counts, "lines": self.lines}
+            watch.emit("steps", key="all", **facts)
+            if watch.passes.clock:
+                watch.emit("skips", key=watch.passes.clock, **facts)
 
 
 class Group:
@@ -862,7 +876,7 @@ class Group:
     def join(self, *args, **kwargs):
         if is_readers(sys._getframe(3).f_code.co_filename):  # else a framework's
             self.lines = where()
-        watch.emit("group", rank=dist.get_rank())
+        watch.emit("group", rank=dist.get_rank(), world=dist.get_world_size())
 
     def join_uneven(self, *args, **kwargs):
         self.era = self.era[0] + 1, {}
@@ -887,6 +901,12 @@ class Files:
     def __init__(self):
         self.saved = set()  # paths
 
+    def load(self, result, module, state_dict, *args, **kwargs):
+        """A script may try again with other names."""
+        nothing = 0 < len(state_dict) == len(result.unexpected_keys)
+        wrong = "nothing was loaded" if nothing else ""
+        watch.emit("load", key=id(module), wrong=wrong)
+
     def save(self, obj, f, *args, **kwargs):
         path = getattr(f, "name", None) if hasattr(f, "write") else f
         again = False
@@ -898,7 +918,7 @@ class Files:
         if isinstance(obj, torch.nn.Module):
             obj = obj.state_dict(keep_vars=True)
         tensors = named_tensors(obj) if isinstance(obj, dict) else []
-        optimizers = watch.steps.numbers
+        optimizers = watch.steps.titles
         trained = {each.shape for each in sum(map(parameters_of, optimizers), [])}
         if tensors and trained <= {each.shape for _, each in tensors}:  # else a log
             if again and path == self.last_saved:
@@ -940,10 +960,9 @@ def watch_batches():
 
     @functools.wraps(advance)
     def watched(self):
-        if self.__dict__.get("_audit_given", 0) >= most:
-            exhaust(self)
-            raise StopIteration
         try:
+            if self.__dict__.get("_audit_given", 0) >= most:
+                raise StopIteration
             data = advance(self)
         except StopIteration:
             exhaust(self)
@@ -962,8 +981,7 @@ def exact(value):
     """The tensors of a value in float64."""
 
     def cast(tensor):
-        single = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.double() if single else tensor
+        return tensor.double() if tensor.is_floating_point() else tensor
 
     return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
 
@@ -1028,34 +1046,23 @@ def order(sampler, size):
     return torch.randperm(size, generator=generator).tolist()
 
 
-def check_names():
-    """A new version of PyTorch may lack one of them."""
-    for name in PRIVATE.split():
-        try:
-            eval(name, {"torch": torch})
-        except AttributeError as error:
-            raise RuntimeError(
-                f"PyTorch {torch.__version__} has no {name}: take a newer audit"
-            ) from error
-
-
 def at_end(watch):
     util.Finalize(None, watch.end, exitpriority=0)
 
 
 def hook():
     """Let PyTorch tell the watch what happens."""
-    global torch, dist, DDP, watch, not_the_readers
+    global torch, dist, watch, not_the_readers
     import torch
     import torch.distributed as dist
     from torch.nn.modules import module
-    from torch.nn.parallel import DistributedDataParallel as DDP
     from torch.optim import optimizer
 
     if hasattr(torch, "_audited"):
         return  # by the process that this one was forked from
     torch._audited = True
-    check_names()
+    for name in PRIVATE.split():
+        pkgutil.resolve_name(name)  # a new version of PyTorch may lack one of them
     library = os.path.dirname(os.__file__)
     not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
     watch = Watch()
@@ -1078,11 +1085,10 @@ def hook():
         when, owner, name, method = row.split()
         patch(pkgutil.resolve_name(owner), name, **{when: safe(method)})
     watch_batches()
-    rename = safe("files.rename")
 
     def hear(event, args):
         if event == "os.rename" and watch:  # os.replace, too; and not at the very end
-            rename(*args[:2])
+            safe("files.rename")(*args[:2])
 
     sys.addaudithook(hear)
     if settings.get("like"):

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from cluster import audit, audit_watch
+from cluster import audit
 from tests.helpers.trainings import RIGHT, WRONG
 from tools.run.launch import DISTRIBUTED, launch, plant
 from tools.run.processes import Program
@@ -78,6 +78,23 @@ def test_wrong(tmp_path, name):
     assert worst == [WRONG[name]], findings
     named = [audit.code_at(line) for line in findings[0]["lines"]]
     assert any("# MISTAKE" in code for code in named), findings
+
+
+def test_a_rank_that_makes_no_step(tmp_path):
+    """It may be right; but nothing was compared, and not because it was alone."""
+    findings, _, unchecked = trained(tmp_path, "one_rank_steps_for_all")
+    last, _ = audit.verdict(audit.Run(tmp_path / "events"), findings, unchecked)
+    assert last.startswith("AUDIT INCOMPLETE: of 2 processes, 1 made steps")
+
+
+def test_ranks_that_do_not_step_together(tmp_path):
+    """Their weights differ, and not their shares of the samples."""
+    findings, fine, _ = trained(tmp_path, "each_rank_decides_alone")
+    assert [each["mistake"] for each in findings] == ["skips"]
+    assert "on a value that all ranks share" in findings[0]["fix"]
+    assert "each rank trains on different samples" in fine
+    for begin in ("in all steps", "all ranks evaluate", "all ranks make"):
+        assert not [each for each in fine if each.startswith(begin)]
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -243,12 +260,16 @@ def test_resumed(weights, said):
         assert (begin, found) == (2, None)
 
 
-def test_a_name_that_pytorch_has_given_up(monkeypatch):
-    monkeypatch.setattr(audit_watch, "torch", torch, raising=False)
-    audit_watch.check_names()
-    monkeypatch.setattr(audit_watch, "PRIVATE", "torch.nothing")
-    with pytest.raises(RuntimeError, match="has no torch.nothing: take a newer audit"):
-        audit_watch.check_names()
+def test_a_name_that_pytorch_has_given_up(tmp_path):
+    """The command runs on, and the audit says why it has seen nothing."""
+    for name in ("audit.py", "audit_watch.py"):
+        text = (ROOT / "cluster" / name).read_text()
+        (tmp_path / name).write_text(text.replace("._NormBase\n", "._Gone\n"))
+    words = ["python", "audit.py", "python", "-c", "import torch; print('ended')"]
+    done = Program(words, tmp_path).finish()
+    assert done.returncode == 2
+    assert done.stdout == "ended\n"
+    assert "this process is not watched: AttributeError" in done.stderr
 
 
 def test_harmless(tmp_path):

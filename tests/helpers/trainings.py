@@ -170,6 +170,48 @@ def copies_of_a_split_model_drift():
         optimizer.step()  # MISTAKE
 
 
+@wrong("skips")
+def one_rank_steps():
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    for x, y in batches(shares()):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()
+        if dist.get_rank() == 0:
+            optimizer.step()  # MISTAKE
+
+
+@wrong("skips")
+def each_rank_decides_alone():
+    """Each in another epoch, with another learning rate."""
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader = shares()
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            F.cross_entropy(ddp_model(x), y).backward()
+            if dist.get_rank() + 2 * number < 5 * epoch:
+                optimizer.step()  # MISTAKE
+        schedule.step()
+        ddp_model.eval()
+        with torch.no_grad():
+            x, y = samples()[dist.get_rank() :: dist.get_world_size()]
+            dist.all_reduce(F.cross_entropy(ddp_model.module(x), y))
+        ddp_model.train()
+
+
+@wrong("load")
+def nothing_is_loaded():
+    model = model_of()
+    state = {f"module.{name}": each for name, each in model.state_dict().items()}
+    model.load_state_dict(state, strict=False)  # MISTAKE
+    ddp_model = DDP(model)
+    train(ddp_model, adam(ddp_model))
+
+
 class Tired(torch.optim.AdamW):
     steps = 0
 
@@ -488,6 +530,32 @@ def states_in_shares():
     ddp_model = DDP(model_of())
     optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), torch.optim.AdamW)
     train(ddp_model, optimizer)
+
+
+@right
+def loaded_at_the_second_try():
+    model = model_of()
+    state = {f"module.{name}": each for name, each in model.state_dict().items()}
+    if model.load_state_dict(state, strict=False).missing_keys:
+        model.load_state_dict({name[7:]: each for name, each in state.items()})
+    ddp_model = DDP(model)
+    train(ddp_model, adam(ddp_model))
+
+
+@right
+def one_rank_steps_for_all():
+    """As a parameter server does."""
+    model = model_of()
+    optimizer = adam(model)
+    for x, y in batches(shares()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+        if dist.get_rank() == 0:
+            optimizer.step()
+        for each in model.parameters():
+            dist.broadcast(each.data, src=0)
 
 
 @right
