@@ -47,7 +47,7 @@ LONG = {  # ideas that take more lines, and why
     "variants/diloco.py": 80,  # a second optimizer, and its state
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
-    "variants/sharded_snapshot.py": 65,  # when a snapshot in parts is complete
+    "variants/sharded_snapshot.py": 66,  # when a snapshot in parts is complete
     "variants/tensor_parallel.py": 76,  # a plan, and replicas of several ranks
 }
 WORDS = 52_000
@@ -58,8 +58,8 @@ FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_656,
     "mingpt/": 13_554,
-    "all Python": 176_000,
-    "tests/": 83_400,
+    "all Python": 177_000,
+    "tests/": 84_200,
     "tools/": 30_700,
     "variants/mixed_precision.py": 62,
     "variants/multinode_spawn.py": 69,

@@ -6,7 +6,9 @@ place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
 import gc
+import os
 import time
+import zipfile
 from datetime import timedelta
 
 import torch
@@ -44,6 +46,13 @@ def shard(model, device):
         fully_shard(block, mesh=mesh)  # each is gathered on its own
     if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
         utils.error("blocks share a parameter: return one block that contains both")
+
+
+def checksums(path):
+    """Those of all tensors in a snapshot, which `torch.save` puts into the file."""
+    if os.path.exists(path):
+        return str([file.CRC for file in zipfile.ZipFile(path).infolist()])
+    return "no snapshot"
 
 
 class Trainer:
@@ -150,11 +159,12 @@ class Trainer:
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if len(set(utils.gather(checksums(self.snapshot_path)))) > 1:
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
-        utils.keep_parts(snapshot, self.model, self.optimizer)  # each of its own file
+        utils.keep_parts(snapshot, self.model, self.optimizer)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]

@@ -8,8 +8,10 @@ place of --standalone. HOST is the name of one of the two, the same on both.
 import gc
 import glob
 import os
+import re
 import shutil
 import time
+import zipfile
 from datetime import timedelta
 
 import torch
@@ -51,13 +53,21 @@ def shard(model, device):
         utils.error("blocks share a parameter: return one block that contains both")
 
 
+def checksums(path):
+    """Those of all tensors in a snapshot, which `torch.save` puts into the file."""
+    if os.path.exists(path):
+        return str([file.CRC for file in zipfile.ZipFile(path).infolist()])
+    return "no snapshot"
+
+
 def complete_folders(path):
     """{epochs: folder} of the snapshots at `path`. DCP writes .metadata last."""
     found = {}
-    for metadata in glob.glob(f"{glob.escape(path)}.*.*/.metadata"):
+    for metadata in glob.glob(f"{glob.escape(path)}.*/.metadata"):
         folder = os.path.dirname(metadata)
-        _, epochs, _ = folder.rsplit(".", 2)
-        found[int(epochs)] = folder
+        ours = re.fullmatch(r"(\d+)\.[0-9a-f]{8}", folder.removeprefix(f"{path}."))
+        if ours:
+            found[int(ours[1])] = folder
     return found
 
 
@@ -84,7 +94,7 @@ class Trainer:
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.saving = None
-        self.folder = None  # of the last snapshot that is complete
+        self.folder = None  # of the last snapshot that this run has completed
         self._load_snapshot()
         self._load_parts()
 
@@ -169,6 +179,7 @@ class Trainer:
     def _finish_saving(self):
         if self.saving:
             self.saving.result()  # waits until all ranks have written, or raises
+            self.saving = None
             if not os.path.exists(f"{self.next_folder}/.metadata"):
                 utils.error(f"this rank cannot see {self.next_folder}, as rank 0 can")
             if dist.get_rank() == 0 and self.folder:
@@ -183,11 +194,12 @@ class Trainer:
         newest = epochs.index(max(epochs))  # all load this rank's snapshot
         if len(set(epochs)) > 1:
             self._print(f"epochs saved, by rank: {epochs}. All take rank {newest}'s")
+        if len(set(utils.gather(checksums(self.snapshot_path)))) > 1:
             snapshot = utils.broadcast_snapshot(self.snapshot_path, newest)
         if snapshot is None:
             return
         utils.check_snapshot(snapshot, self.model, self.optimizer, self.snapshot_path)
-        utils.keep_parts(snapshot, self.model, self.optimizer)  # each of its own file
+        utils.keep_parts(snapshot, self.model, self.optimizer)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
@@ -205,7 +217,6 @@ class Trainer:
                 optim_state_dict=parts["OPTIMIZER_STATE"],
             )
             self.epochs_run = newest
-            self.folder = folders[newest]
 
 
 def load_train_objs():

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from textwrap import indent
 
 import pytest
@@ -14,6 +15,7 @@ from tests.helpers.checks import (
     assert_same_weights,
     noted,
 )
+from tests.variants.test_preemptible import ranks
 from tools.run import hosts
 from tools.run.launch import launch, plant, train
 from tools.run.processes import Program
@@ -87,6 +89,21 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
             ["Blocks", scale, 4 * 2 + scale],
             ["MSELoss", 0, 0],
         ]
+
+
+def test_files_of_one_epoch_that_differ(tmp_path):
+    """All take rank 0's: parts of two models are no model, and no error."""
+    script = plant(NAME, tmp_path / "copy")
+    other = plant(NAME, tmp_path / "other", ("utils.seed(0)", "utils.seed(1)"))
+    for rank, each in enumerate([script, other]):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        train(each, 1, 1, cwd=folder)
+    alike = tmp_path / "alike"
+    shutil.copytree(tmp_path / "0", alike)
+    expected = train(script, 2, 1, cwd=alike)
+    first, _ = ranks(script, 2, 1, cwd=tmp_path)
+    assert losses(first) == losses(expected) != []
 
 
 TIED = """\

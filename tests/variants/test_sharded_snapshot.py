@@ -7,6 +7,7 @@ import pytest
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
+    import_script,
     noted,
 )
 from tests.variants.test_preemptible import ranks
@@ -26,8 +27,9 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     second = train(ROOT / NAME, 2, 1, cwd=tmp_path)
     options = "--batch-size", 16
     fourth = train(ROOT / NAME, 4, 1, *options, cwd=tmp_path, nprocs=4)
-    (folder,) = tmp_path.glob("snapshot.pt.*")  # the older ones are gone
-    assert folder.stem == "snapshot.pt.4"
+    # A run deletes only what it has written.
+    old, folder = sorted(tmp_path.glob("snapshot.pt.*"))
+    assert (old.stem, folder.stem) == ("snapshot.pt.2", "snapshot.pt.4")
     (tmp_path / "one_file.py").write_text(code)
     done = run_script(tmp_path / "one_file.py", folder.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -40,14 +42,26 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
 
 
 def test_the_newer_of_a_folder_and_a_plain_file_counts(runs, tmp_path):
-    """And no two runs write into one folder."""
-    train(ROOT / NAME, 1, 1, cwd=tmp_path)
+    """And no two runs write into one folder. A second wait for the end does no harm."""
+    trains = "    trainer.train(args.total_epochs)\n"
+    twice = trains, f"{trains}    trainer._finish_saving()\n"
+    train(plant(NAME, tmp_path / "copy", twice), 1, 1, cwd=tmp_path)
     (mine,) = tmp_path.glob("snapshot.pt.*")
     (other,) = runs(NAME)[0].glob("snapshot.pt.*")
     assert mine.suffix != other.suffix
     train(ROOT / "variants/fsdp.py", 2, 1, cwd=tmp_path)
     resumed = train(ROOT / NAME, 3, 1, cwd=tmp_path)
     assert "2 of 3 epochs are finished" in resumed.stdout
+
+
+def test_it_takes_no_folder_but_its_own(tmp_path):
+    mine = "s.3.0123abcd"
+    for name in (mine, "s.v2.9.0123abcd", "s.2.9.0123abcd", "s.9.0123abcd.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "s.9.0123abce").mkdir()  # not complete
+    found = import_script(NAME).complete_folders(str(tmp_path / "s"))
+    assert found == {3: str(tmp_path / mine)}
 
 
 @pytest.mark.parametrize(
