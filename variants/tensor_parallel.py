@@ -242,7 +242,7 @@ def main(args):
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
-    del trainer  # ends threads of gloo, which may hang or abort the exit
+    del trainer, counterparts  # ends threads of gloo, which may hang or abort the exit
     utils.forget_meshes(model)  # or gloo's threads outlive main
     dist.destroy_process_group()
 

@@ -25,8 +25,9 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     code = re.search(r"```python\n(.*?)```", after, re.S)[1]
     first = train(ROOT / "variants/fsdp.py", 1, 1, cwd=tmp_path)
     second = train(ROOT / NAME, 2, 1, cwd=tmp_path)
-    options = "--batch-size", 16
-    fourth = train(ROOT / NAME, 4, 1, *options, cwd=tmp_path, nprocs=4)
+    # The saved rate counts.
+    other = plant(NAME, tmp_path / "other", ("lr=0.01", "lr=0.5"))
+    fourth = train(other, 4, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4)
     # A run deletes only what it has written.
     old, folder = sorted(tmp_path.glob("snapshot.pt.*"))
     assert (old.stem, folder.stem) == ("snapshot.pt.2", "snapshot.pt.4")
