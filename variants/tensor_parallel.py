@@ -5,6 +5,7 @@ On each of two machines, type --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOS
 place of --standalone. HOST is the name of one of the two, the same on both.
 """
 
+import gc
 import time
 from datetime import timedelta
 
@@ -242,8 +243,9 @@ def main(args):
         snapshot_path=args.snapshot_path,
     )
     trainer.train(args.total_epochs)
-    del trainer, counterparts  # ends threads of gloo, which may hang or abort the exit
-    utils.forget_meshes(model)  # or gloo's threads outlive main
+    del trainer  # ends threads of gloo, which may hang or abort the exit
+    utils.forget_meshes(model)
+    gc.collect()  # or gloo's threads outlive main, and may abort the exit
     dist.destroy_process_group()
 
 
