@@ -44,7 +44,7 @@ module.begin({site!r})
 
 # A section is a check, in the order in which they are made, the worst first. `rule` is
 # a function below. Of the checks of a group, the first that finds something is told:
-# the others would find what follows from it (and one check speaks for two groups).
+# the others would find what follows from it (and two checks speak for more groups).
 # `level`: a MISTAKE changes what is trained, evaluated or saved; a RISK may cost a
 # snapshot or an exit; a COST is time.
 # Without `ok`, a check finds the cause of what another one sees. Without `needs`, it is
@@ -53,7 +53,7 @@ CHECKS = """
 [skips]
 level = MISTAKE
 rule = equal
-group = weights and steps
+group = steps, weights and zeroed
 wrong = a rank leaves out optimizer steps that others make
 why = All ranks ran the same backward passes, and got the same gradients. If only some
     make the step, each trains a model of its own.
@@ -92,7 +92,7 @@ see = generated/torch.nn.parallel.DistributedDataParallel.html
 [skipped]
 level = MISTAKE
 rule = weights
-group = weights
+group = weights and zeroed
 wrong = a rank leaves out optimizer steps that others make
 why = All ranks ran the same backward passes, and got the same gradients. If only some
     make the step, each trains a model of its own.

@@ -203,6 +203,18 @@ def each_rank_decides_alone():
         ddp_model.train()
 
 
+@wrong("skipped")
+def ranks_take_turns():
+    """In the end, all have made equally many steps."""
+    ddp_model = DDP(model_of())
+    optimizer = adam(ddp_model)
+    for number, (x, y) in enumerate(batches(shares())):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()
+        if number % 2 == dist.get_rank():
+            optimizer.step()  # MISTAKE
+
+
 @wrong("load")
 def nothing_is_loaded():
     model = model_of()

@@ -25,6 +25,7 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     code = re.search(r"```python\n(.*?)```", after, re.S)[1]
     first = train(ROOT / "variants/fsdp.py", 1, 1, cwd=tmp_path)
     second = train(ROOT / NAME, 2, 1, cwd=tmp_path)
+    (tmp_path / "snapshot.pt").unlink()
     # The saved rate counts.
     other = plant(NAME, tmp_path / "other", ("lr=0.01", "lr=0.5"))
     fourth = train(other, 4, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4)
