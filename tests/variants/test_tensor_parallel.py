@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.checks import assert_same_losses, help_of, noted
 from tests.trunk.test_probe import replicas
+from tests.trunk.test_standin import STANDIN
 from tests.variants.test_fsdp import FEW, LARGE, LAYERS, MODEL, launch_limited
 from tools.run.launch import launch, plant, run_script, train
 from tools.run.processes import Program
@@ -91,6 +92,16 @@ def test_two_replicas_of_two_ranks(tmp_path):
         assert held["gathered"] == ("None" if rank else "cpu")
         no_layer_is_whole = [["Sequential", 0, 0], ["MSELoss", 0, 0]]
         assert held["moved"] == no_layer_is_whole
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("standin")
+def test_layers_that_stay_whole_go_to_the_device(tmp_path):
+    """With foreach=True, the default there, the optimizer would refuse the mixture."""
+    changes = (LAYERS, MORE), ("momentum=0.9", "momentum=0.9, foreach=False")
+    script = plant(NAME, tmp_path / "copy", *changes, hooks=["standin"])
+    done = train(script, 1, 1, cwd=tmp_path, STANDIN_DEVICES=2, **STANDIN)
+    assert "2 x standin, " in done.stdout
 
 
 SMALL = "MyTrainDataset(2048)", "MyTrainDataset(31)"
