@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -35,8 +36,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# {path of a snapshot: when the file was changed, as this process last read or wrote it}
-# If the file has another time when we save, or is not in here, another run wrote it.
+# {path of a snapshot: when the file had been changed as this run last read or wrote it,
+# or None if there was none}. If it has changed since, another run has written it.
 last_seen = {}
 
 
@@ -93,17 +94,10 @@ def gather(value):
 
 def error(message):
     """End the program with one line on stderr and exit status 2; does not return."""
-    # Mostly all ranks find the same fault, and one line is enough: the first rank of a
-    # machine prints it and ends, and the launcher then ends the others, which sleep
-    # here. If one of those has found the fault alone, it prints after its sleep.
-    # (`spawn` sets no LOCAL_RANK. Before the group is formed, all count as rank 0.)
-    local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))
+    local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))  # torchrun sets it
     if local_rank > 0:
-        time.sleep(5)
-    # For some milliseconds after an exchange, gloo's threads still hold the exchanged
-    # tensors. If Python ended then, the process might abort, and its exit status would
-    # not be 2.
-    time.sleep(0.2)
+        time.sleep(5)  # rank 0 mostly prints the same, and the launcher ends this one
+    time.sleep(0.2)  # gloo's threads may abort an exit just after an exchange
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -116,8 +110,7 @@ def seed(number):
     """
     torch.manual_seed(number)
     random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number % 2**32)
+    numpy.random.seed(number % 2**32)
 
 
 # The command line
@@ -131,15 +124,16 @@ def positive_int(text):
 
 
 def writable_path(text):
-    """`text` if a file can be written there, or the error that argparse prints."""
-    folder, name = os.path.split(os.path.realpath(text))
+    """`text` if a snapshot can be saved there, or the error that argparse prints."""
     try:
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
         if is_other or not os.path.basename(text):  # no name after the last slash
             raise OSError("that names no file")
-        # Try it, with as long a name as in `save_atomically`: systems limit the length.
-        with tempfile.NamedTemporaryFile(prefix=f"{name}.", suffix=".tmp", dir=folder):
-            pass  # the file is removed at the end of `with`
+        probe = name_beside(text)  # do what `save_atomically` will do
+        open(probe, "xb").close()
+        renamed = name_beside(text)
+        os.replace(probe, renamed)
+        os.remove(renamed)
     except OSError as reason:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {reason}") from None
     return text
@@ -182,10 +176,7 @@ def torchrun_env():
     try:
         return [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     except KeyError as name:
-        # Say what to type. `spec` has the NAME of `python -m NAME`, and else is None.
-        spec = sys.modules["__main__"].__spec__
-        script = f"-m {spec.name}" if spec else sys.argv[0]
-        error(f"no {name}: type torchrun --standalone --nproc-per-node=2 {script} ...")
+        error(f"no {name}: start this script with torchrun, as --help shows")
 
 
 def refuse_torchrun():
@@ -212,11 +203,9 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process dies, the ranks must end, too: PyTorch has asked the system to
-    # send them SIGINT then, the signal of Ctrl-C. But a program that was started in the
-    # background of a shell script (with `&`) ignores SIGINT, and its ranks inherit
-    # that: they would live on. SIG_DFL undoes it, "end at this signal", and the ranks
-    # inherit this instead. This process only waits, so that Ctrl-C may end it at once.
+    # If this process is killed, the system sends SIGINT (as Ctrl-C does) to the ranks,
+    # because PyTorch asked for it. What a shell script starts with `&` ignores SIGINT,
+    # and its ranks would live on. SIG_DFL, "end at this signal", undoes it for all.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -264,39 +253,38 @@ def set_device(name, local_rank=None, nprocs=1):
         torch.set_num_threads(max(1, torch.get_num_threads() // nprocs))
         return torch.device("cpu")
     device = torch.device(kind, local_rank or 0)
-    try:
-        torch.accelerator.set_device_index(device.index)
-    except RuntimeError as reason:
-        error(f"cannot use {device}: {str(reason).splitlines()[0]}. Try --device cpu")
+    torch.accelerator.set_device_index(device.index)
     return device
 
 
 # Checks, which all ranks must call
 
 
-def check_objects(train_set, eval_set, model, optimizer, batch_size):
-    """End with an error if ranks cannot train on these objects of a script.
-
-    batch_size: of one rank, or its part of it if several ranks share a batch.
-    """
-    if torch.get_default_dtype().itemsize < 4:  # sums of losses would stand still
-        error("the default dtype has 16 bits: give it to the model instead, by .to()")
-    # DDP averages only gradients of the model's parameters. Other parameters, such as a
-    # loss's own, would become different from rank to rank. (A set compares tensors by
-    # which objects they are, not by their values.)
+def check_optimizer(optimizer, model):
+    """End with an error if a snapshot would not hold all that the optimizer changes."""
+    # DDP, too, only knows the model's parameters: others, such as a loss's own, would
+    # become different from rank to rank. (A set compares tensors by which objects they
+    # are, not by their values.)
     parameters = set(model.parameters())
-    for value in vars(optimizer).values():  # as in Lookahead or SAM
-        if isinstance(value, torch.optim.Optimizer):
-            error("the optimizer holds another one, whose state would not be saved")
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
             error("the optimizer has parameters that the model does not have")
+    for value in vars(optimizer).values():  # as in Lookahead or SAM
+        if isinstance(value, torch.optim.Optimizer):
+            error("the optimizer holds another one, whose state would not be saved")
+
+
+def check_data(train_set, eval_set, batch_size):
+    """End with an error if ranks have other data, or too little for one step.
+
+    batch_size: of one rank, or its part of it if several ranks share a batch.
+    """
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
     # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
-    step = round(len(sizes) * batch_size)
+    step = round(len(sizes) * batch_size)  # a rank's part may be a fraction
     if step > samples or held_out == 0:
         error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
 
@@ -382,16 +370,25 @@ def what_is_wrong(losses, weights):
 # Snapshots
 
 
+def name_beside(path):
+    """A new name in the folder of `path`, or of the file that it leads to as a link."""
+    return f"{os.path.realpath(path)}.{os.urandom(4).hex()}.tmp"
+
+
+def time_of(path):
+    """When the file was changed, in seconds since 1970; None if there is none."""
+    return os.path.getmtime(path) if os.path.exists(path) else None
+
+
 def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one.
 
     snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One rank calls
-    it, which has called `read_snapshot(path)` before, also if it starts anew: a file
-    that it has never seen is another run's. OSError if the file cannot be written, as
-    on a full disk. What is written to the end is never removed.
+    it. OSError if the file cannot be written, as on a full disk. What is written to the
+    end is never removed.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # two runs may save at once
+    temporary = name_beside(path)  # two runs may save at once
     complete = False
     try:
         with open(temporary, "xb") as file:
@@ -402,10 +399,11 @@ def save_atomically(snapshot, path):
         # What cannot be loaded must not replace the old one: `weights_only` refuses
         # most classes. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
-        if os.path.exists(path) and os.path.getmtime(path) != last_seen.get(path):
+        now = time_of(path)
+        if now and last_seen.get(path, now) != now:
             error(f"another run saves to {path}, too: this run's is {temporary}")
         os.replace(temporary, path)
-        last_seen[path] = os.path.getmtime(path)
+        last_seen[path] = time_of(path)
     except Exception as reason:  # on a full disk, PyTorch raises a RuntimeError
         new = f", the new snapshot is {temporary}" if complete else ""
         # Not `error`: a script may catch this and train on.
@@ -415,18 +413,17 @@ def save_atomically(snapshot, path):
             os.remove(temporary)
 
 
-def read_snapshot(path, mmap=False, counter="EPOCHS_RUN"):
+def read_snapshot(path, mmap=False):
     """The snapshot at `path`, on the CPU, or None if there is no file.
 
-    mmap: leave tensors on the disk until they are used. counter: the entry that says
-    how far the run was; a script that counts steps has another one.
+    mmap: leave tensors on the disk until they are used.
     """
+    last_seen[os.path.realpath(path)] = time_of(path)
     if not os.path.exists(path):
         return None
-    last_seen[os.path.realpath(path)] = os.path.getmtime(path)
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if not {"MODEL_STATE", "OPTIMIZER_STATE", counter}.issubset(snapshot):
+        if not {"MODEL_STATE", "OPTIMIZER_STATE"}.issubset(snapshot):
             raise ValueError(f"it has {', '.join(snapshot)}")
         return snapshot
     except Exception as reason:
@@ -471,79 +468,20 @@ def check_snapshot(snapshot, model, optimizer, path):
         fits = fits and (lazy or saved[name].shape == weight.shape)
     if not fits:
         error(f"{path} belongs to another model: {hint}")
-    old_groups = snapshot["OPTIMIZER_STATE"]["param_groups"]
-    new_groups = optimizer.state_dict()["param_groups"]
-    old_sizes = [len(group["params"]) for group in old_groups]
-    new_sizes = [len(group["params"]) for group in new_groups]
-    if old_sizes != new_sizes:
-        error(f"{path} belongs to an optimizer of other parameter groups: {hint}")
-    for old, new in zip(old_groups, new_groups, strict=True):
+    if get_rank() == 0:
+        print_replaced(snapshot["OPTIMIZER_STATE"], optimizer.state_dict(), path)
+
+
+def print_replaced(saved, here, path):
+    """Print which settings of an optimizer, such as its rate, a snapshot replaces."""
+    groups = zip(saved["param_groups"], here["param_groups"], strict=False)
+    for old, new in groups:
         for name, value in new.items():
-            # A group that SGD has saved has no betas, for example. Options that are
-            # bools or None do not count: new versions of PyTorch add some. Nor does
-            # what a schedule adds, `initial_lr`: only this run may have one.
-            is_setting = type(value) in (int, float, tuple)
-            if name not in old and is_setting and not name.startswith("initial_"):
-                error(f"{path} belongs to another optimizer, without {name}: {hint}")
-        if get_rank() == 0:
-            print_replaced(old, new, path)
-
-
-def print_replaced(old, new, path):
-    """Print which settings of a group, such as its rate, a snapshot replaces."""
-    for name, value in new.items():
-        saved = old.get(name, value)  # what was not saved is not replaced
-        # A schedule keeps the rate that it began with as `initial_lr`: it will set the
-        # rate itself.
-        if saved != value and f"initial_{name}" not in new:
-            print(f"{name} is {saved} as in {path}, not {value} as here")
-
-
-# Models that ranks split. A DTensor is PyTorch's tensor of which each rank has a part.
-
-
-def gather_parts(value):
-    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks call it."""
-    if isinstance(value, dict):
-        return {name: gather_parts(item) for name, item in value.items()}
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else None
-    return value
-
-
-def part_of(saved, weight):
-    """This rank's part of what was saved for a weight: of its values or its momentum.
-
-    `saved` itself if the weight is not split, or if it is no tensor as large as that.
-    """
-    if isinstance(weight, DTensor) and getattr(saved, "shape", None) == weight.shape:
-        mesh = weight.device_mesh
-        # Without a source rank, each cuts its part out of its own copy.
-        return distribute_tensor(saved, mesh, weight.placements, src_data_rank=None)
-    return saved
-
-
-def keep_parts(snapshot, model, optimizer):
-    """Leave in a snapshot this rank's parts of the tensors, so that they fit."""
-    weights = model.state_dict()
-    for name, saved in snapshot["MODEL_STATE"].items():
-        snapshot["MODEL_STATE"][name] = part_of(saved, weights[name])
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, state in snapshot["OPTIMIZER_STATE"]["state"].items():
-        for name, saved in state.items():
-            state[name] = part_of(saved, weights[number])
-
-
-def forget_meshes(model):
-    """Empty the meshes of a split model, the grids of its ranks.
-
-    PyTorch's caches keep them, and they keep the process group, whose threads may abort
-    the exit. PyTorch has no call for it.
-    """
-    for weight in model.parameters():
-        if isinstance(weight, DTensor):
-            vars(weight.device_mesh).clear()
+            replacement = old.get(name, value)  # what was not saved is not replaced
+            # A schedule keeps the rate that it began with as `initial_lr`: it will set
+            # the rate itself.
+            if replacement != value and f"initial_{name}" not in new:
+                print(f"{name} is {replacement} as in {path}, not {value} as here")
 
 
 # Printed lines
@@ -574,3 +512,51 @@ def progress(epochs_run, total_epochs, path):
     where = f" in {path}" if path else ""
     line = f"{epochs_run} of {total_epochs} epochs are finished{where}"
     return f"nothing to do: {line}" if epochs_run >= total_epochs else line
+
+
+# For models that ranks split. Of a DTensor, a class of PyTorch's, each rank has a part.
+
+
+def gather_parts(value):
+    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks call it."""
+    if isinstance(value, dict):
+        return {name: gather_parts(item) for name, item in value.items()}
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if dist.get_rank() == 0 else None
+    return value
+
+
+def part_of(saved, weight):
+    """This rank's part of what was saved for a weight: of its values or its momentum.
+
+    `saved` itself if the weight is not split, or if it is no tensor as large as that.
+    """
+    if isinstance(weight, DTensor) and getattr(saved, "shape", None) == weight.shape:
+        mesh = weight.device_mesh
+        # Without a source rank, each cuts its part out of its own copy.
+        return distribute_tensor(saved, mesh, weight.placements, src_data_rank=None)
+    return saved
+
+
+def keep_parts(snapshot, model, optimizer):
+    """Leave in a snapshot this rank's parts of the tensors, so that they fit."""
+    weights = model.state_dict()
+    saved = snapshot["MODEL_STATE"]
+    for name in saved:
+        saved[name] = part_of(saved[name], weights[name])
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, saved in snapshot["OPTIMIZER_STATE"]["state"].items():
+        for name in saved:
+            saved[name] = part_of(saved[name], weights[number])
+
+
+def forget_meshes(model):
+    """Empty the meshes of a split model, the grids of its ranks.
+
+    PyTorch's caches keep them, and they keep the process group, whose threads may abort
+    the exit. PyTorch has no call for it.
+    """
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            vars(weight.device_mesh).clear()

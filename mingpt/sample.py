@@ -15,7 +15,7 @@ from mingpt import data, tokenizer
 
 def load_snapshot(path):
     """(model, tokenizer) of a snapshot that mingpt.train has saved."""
-    snapshot = utils.read_snapshot(path, counter="STEPS_RUN")
+    snapshot = utils.read_snapshot(path)
     if not snapshot or "CONFIGURATION" not in snapshot:
         utils.error(f"there is no snapshot of mingpt.train in {path}")
     saved = snapshot["CONFIGURATION"]

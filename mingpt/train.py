@@ -257,7 +257,7 @@ class Trainer:
 
     def _load_snapshot(self):
         path = self.run.snapshot_path
-        snapshot = utils.read_snapshot(path, counter="STEPS_RUN")
+        snapshot = utils.read_snapshot(path)
         steps = utils.gather(snapshot["STEPS_RUN"] if snapshot else 0)
         newest = steps.index(max(steps))  # all load this rank's snapshot
         if len(set(steps)) > 1:

@@ -276,7 +276,8 @@ def main(args):
     model.to(device)  # before the optimizer, which holds the parameters
     optimizer = make_optimizer(model)
     node, _ = dist.new_subgroups(nprocs, timeout=timedelta(minutes=5))
-    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
+    utils.check_optimizer(optimizer, model)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
     sampler.rank = rank % nprocs * nodes + rank // nprocs  # as with one process a node

@@ -213,7 +213,8 @@ def main(local_rank, world_size, port, args):
     ddp_setup(rank, world_size, args.master_addr, port, device)
     model.to(device)  # before the optimizer, which holds the parameters
     optimizer = make_optimizer(model)
-    utils.check_objects(train_set, eval_set, model, optimizer, args.batch_size)
+    utils.check_optimizer(optimizer, model)
+    utils.check_data(train_set, eval_set, args.batch_size)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(train_set, drop_last=True)  # shuffles
     train_data = prepare_dataloader(

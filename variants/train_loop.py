@@ -187,9 +187,8 @@ class TrainLoop:
         train = self.train_loader
         val = self.val_loader or DataLoader([])
         held_out = val.dataset or train.dataset  # the check wants one
-        utils.check_objects(
-            train.dataset, held_out, self.model, self.optimizer, train.batch_size
-        )
+        utils.check_optimizer(self.optimizer, self.model)
+        utils.check_data(train.dataset, held_out, train.batch_size)
         self.train_data = self._share_out(train, train=True)
         self.eval_data = self._share_out(val)
         dtype = PRECISIONS[self.precision]

@@ -203,7 +203,7 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_path):
     """Both would write one snapshot. Slurm holds the second back."""
     words = ["--gpus-per-node=1", SCRIPT, 50, 10]
-    # Its shell goes on after the SIGTERM, as if the tasks had ended long before it came.
+    # Its shell outlives the SIGTERM, as if the tasks had ended long before it came.
     late = ("\nsrun ", "\ntrap : TERM\nsrun ")
     first = Job(slurm, tmp_path / "1", *words, stand_in=True, changes=[late])
     first.wait_for("torchrun(.|\n)*torchrun")
