@@ -220,8 +220,8 @@ def main(args):
     ddp_setup(device)
     counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
-    part = args.batch_size / args.split  # the ranks of a replica share a batch
     utils.check_optimizer(optimizer, model)
+    part = args.batch_size / args.split  # the ranks of a replica share a batch
     utils.check_data(train_set, eval_set, part)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(
