@@ -345,8 +345,9 @@ def what_is_wrong(losses, weights):
 
     losses: means over all ranks, equal on each rank. weights: {name: parameter}.
     After each step, those of one name should be the same on all ranks that have it.
-    Rounding changes a sum of weights by about 1e-7 of their 2-norm, however many they
-    are. If two ranks are 1e-5 of it apart, they do not average their gradients.
+    Rounding moves a sum of weights by about 1e-7 of their 2-norm, however many they
+    are. Ranks that are 1e-5 of it apart, a hundred times as much, do not average their
+    gradients.
     """
     pairs_of = {}  # {name: [(sum, norm) of each rank that has it]}
     for found in gather(sums_of(weights)):
@@ -517,10 +518,10 @@ def progress(epochs_run, total_epochs, path):
 # For models that ranks split. Of a DTensor, a class of PyTorch's, each rank has a part.
 
 
-def gather_parts(value):
-    """`value` with the DTensors in it whole, on rank 0's CPU. All ranks call it."""
+def join_parts(value):
+    """`value` with its DTensors made whole, on rank 0's CPU. All ranks call it."""
     if isinstance(value, dict):
-        return {name: gather_parts(item) for name, item in value.items()}
+        return {name: join_parts(item) for name, item in value.items()}
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.cpu() if dist.get_rank() == 0 else None
@@ -545,10 +546,10 @@ def keep_parts(snapshot, model, optimizer):
     saved = snapshot["MODEL_STATE"]
     for name in saved:
         saved[name] = part_of(saved[name], weights[name])
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, saved in snapshot["OPTIMIZER_STATE"]["state"].items():
         for name in saved:
-            saved[name] = part_of(saved[name], weights[number])
+            saved[name] = part_of(saved[name], trained[number])
 
 
 def forget_meshes(model):

@@ -146,7 +146,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
         }
-        snapshot = utils.gather_parts(snapshot)  # all ranks take part
+        snapshot = utils.join_parts(snapshot)  # all ranks take part
         if dist.get_rank() == 0:  # one rank writes
             utils.save_atomically(snapshot, self.snapshot_path)
         self._print(f"epoch {self.epochs_run} saved to {self.snapshot_path}")

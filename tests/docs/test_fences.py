@@ -93,7 +93,7 @@ for output in outputs:
     output.square().mean().backward()
 pairs = zip(whole.named_parameters(), model.parameters(), strict=True)
 for (name, x), y in pairs:
-    grad = utils.gather_parts(y.grad)
+    grad = utils.join_parts(y.grad)
     if dist.get_rank() == 0:
         torch.testing.assert_close(x.grad, grad, msg=name)
 parts = [getattr(x, "to_local", lambda: x)() for x in model.parameters()]

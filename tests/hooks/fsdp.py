@@ -110,7 +110,7 @@ def held(script):
             # A scalar is the number of steps.
             states += [value for value in state.values() if value.dim() > 0]
         facts["parts"] = [nbytes(weights), nbytes(gradients), nbytes(states)]
-        facts["gathered"] = str(getattr(utils.gather_parts(weights[0]), "device", None))
+        facts["gathered"] = str(getattr(utils.join_parts(weights[0]), "device", None))
         write("held", facts)
 
     replace(script, "load_train_objs", load_train_objs)
