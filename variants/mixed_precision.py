@@ -25,10 +25,7 @@ def ddp_setup(rank, world_size, port, device, timeout=timedelta(minutes=5)):
 
 
 def choose_dtype(precision, device):
-    """What `--precision` means, the same on all ranks.
-
-    A rank that scaled its loss while others did not would spoil the gradients of all.
-    """
+    """What `--precision` means on all ranks. Two scales would spoil the gradients."""
     if precision == "auto":
         all_have_it = torch.tensor(int(has_bfloat16(device)), device=device)
         dist.all_reduce(all_have_it, dist.ReduceOp.MIN)

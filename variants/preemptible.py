@@ -64,7 +64,9 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
         self.samples_run = 0  # of the epoch that is under way, by all ranks together
-        self.sigterm = catch_sigterm()
+        flag = torch.zeros(1)
+        signal.signal(signal.SIGTERM, lambda *_: flag.fill_(1))  # holds no Trainer
+        self.sigterm = flag
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self._load_snapshot()
 
@@ -177,13 +179,6 @@ class Trainer:
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-
-
-def catch_sigterm():
-    """A flag that SIGTERM sets to 1. The handler lives long, and holds nothing else."""
-    flag = torch.zeros(1)
-    signal.signal(signal.SIGTERM, lambda *_: flag.fill_(1))
-    return flag
 
 
 def load_train_objs():
