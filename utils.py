@@ -30,14 +30,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
-# Not used here. DistributedDataParallel imports it when a model is wrapped. If it was
-# not imported before the process group was formed, a program may hang when it ends:
-# https://github.com/pytorch/pytorch/issues/190489
+# Keep this import, which nothing here uses. DistributedDataParallel would do it later,
+# and a program might hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# {path of a snapshot: when the file had been changed as this run last read or wrote it,
-# or None if there was none}. If it has changed since, another run has written it.
+# {path of a snapshot: the file's time when this run last read or wrote it; None without
+# a file}. If the file has another time when we save, another run has written it.
 last_seen = {}
 
 
@@ -97,7 +96,7 @@ def error(message):
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))  # torchrun sets it
     if local_rank > 0:
         time.sleep(5)  # rank 0 mostly prints the same, and the launcher ends this one
-    time.sleep(0.2)  # gloo's threads may abort an exit just after an exchange
+    time.sleep(0.2)  # gloo may crash a process that ends just after an exchange
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -129,9 +128,9 @@ def writable_path(text):
         is_other = os.path.exists(text) and not os.path.isfile(text)  # such as a folder
         if is_other or not os.path.basename(text):  # no name after the last slash
             raise OSError("that names no file")
-        probe = name_beside(text)  # do what `save_atomically` will do
+        probe = temporary_name(text)  # do what `save_atomically` will do
         open(probe, "xb").close()
-        renamed = name_beside(text)
+        renamed = temporary_name(text)
         os.replace(probe, renamed)
         os.remove(renamed)
     except OSError as reason:
@@ -144,7 +143,7 @@ def make_parser(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.error = error  # one line of one rank, without argparse's help
+    parser.error = error  # argparse calls it: one line, without the usage
     parser.add_argument("total_epochs", type=positive_int, help="when to stop")
     parser.add_argument("save_every", type=positive_int, help="epochs per snapshot")
     # Two spellings of an option: scripts of other authors have the one with `_`.
@@ -203,9 +202,8 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process is killed, the system sends SIGINT (as Ctrl-C does) to the ranks,
-    # because PyTorch asked for it. What a shell script starts with `&` ignores SIGINT,
-    # and its ranks would live on. SIG_DFL, "end at this signal", undoes it for all.
+    # If this process is killed, PyTorch has a SIGINT sent to the ranks. If a shell has
+    # started it with `&`, they would ignore SIGINT and live on. SIG_DFL ends them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -219,7 +217,7 @@ def spawn(main, args, nprocs):
 
 
 def device_type(name, distributed):
-    """The type of device that `--device name` means here, such as "cuda".
+    """The type of device that `--device name` means here, such as "cuda", or an error.
 
     distributed: whether several processes train together.
     """
@@ -243,6 +241,8 @@ def device_type(name, distributed):
 def set_device(name, local_rank=None, nprocs=1):
     """This process' device. An accelerator is PyTorch's current one from now on.
 
+    Ends with an error if the device cannot be had, or if torchrun starts a script on
+    one device.
     local_rank: None in a script on one device. nprocs: how many processes share this
     machine's CPU threads; if each used all of them, they would wait for one another.
     """
@@ -257,7 +257,7 @@ def set_device(name, local_rank=None, nprocs=1):
     return device
 
 
-# Checks, which all ranks must call
+# Checks. All ranks call them, because some of them exchange data
 
 
 def check_optimizer(optimizer, model):
@@ -269,7 +269,7 @@ def check_optimizer(optimizer, model):
     for group in optimizer.param_groups:
         if set(group["params"]) - parameters:
             error("the optimizer has parameters that the model does not have")
-    for value in vars(optimizer).values():  # as in Lookahead or SAM
+    for value in vars(optimizer).values():  # some wrap another, as Lookahead does
         if isinstance(value, torch.optim.Optimizer):
             error("the optimizer holds another one, whose state would not be saved")
 
@@ -277,16 +277,19 @@ def check_optimizer(optimizer, model):
 def check_data(train_set, eval_set, batch_size):
     """End with an error if ranks have other data, or too little for one step.
 
-    batch_size: of one rank, or its part of it if several ranks share a batch.
+    batch_size: how many samples a rank takes in a step; a fraction if several ranks
+    share a batch (tensor parallelism).
     """
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    # The scripts' loaders have `drop_last`: a rank without a whole batch makes no step.
-    step = round(len(sizes) * batch_size)  # a rank's part may be a fraction
-    if step > samples or held_out == 0:
-        error(f"too few: a step takes {step} of {samples} samples, {held_out} held out")
+    if held_out == 0:
+        error("there are no held-out samples")
+    # The training loaders have `drop_last`: a rank without a whole batch makes no step.
+    step = round(len(sizes) * batch_size)
+    if step > samples:
+        error(f"too few samples: a step takes {step}, and there are {samples}")
 
 
 def sums_of(weights):
@@ -299,10 +302,10 @@ def sums_of(weights):
         if weight.is_complex():
             weight = torch.view_as_real(weight)
         # In float64, ranks with other numbers of threads get the same sums. A Mac's GPU
-        # has none, but trains alone.
-        exact = torch.float32 if weight.device.type == "mps" else torch.float64
-        total = weight.sum(dtype=exact)
-        norm = torch.linalg.vector_norm(weight, dtype=exact)
+        # has no float64, but it trains alone.
+        dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+        total = weight.sum(dtype=dtype)
+        norm = torch.linalg.vector_norm(weight, dtype=dtype)
         if isinstance(total, DTensor):  # if ranks split the weight
             total = total.full_tensor()
             norm = norm.full_tensor()
@@ -313,16 +316,16 @@ def sums_of(weights):
 
 
 def check_state(losses, model, optimizer, path):
-    """End with an error, before a save, if what would be saved is wrong."""
+    """End with an error, after an epoch, if a snapshot of it would be wrong."""
     wrong = what_is_wrong(losses, dict(model.named_parameters()))
-    part = no_run_can_load([model.state_dict(), optimizer.state_dict()])
+    part = unloadable_part([model.state_dict(), optimizer.state_dict()])
     if part is not None:
         wrong = f"no run can load {part!r:.60}"
     if wrong:
         error(f"{wrong}, not saved to {path}")
 
 
-def no_run_can_load(value):
+def unloadable_part(value):
     """The first part of `value` whose class `torch.load` will refuse, or None.
 
     It loads numbers, text and tensors, but objects of few other classes: not NumPy's
@@ -334,7 +337,7 @@ def no_run_can_load(value):
         library = type(value).__module__.partition(".")[0]
         return None if library in ("builtins", "torch") else value
     for part in value:
-        found = no_run_can_load(part)
+        found = unloadable_part(part)
         if found is not None:
             return found
     return None
@@ -360,7 +363,7 @@ def what_is_wrong(losses, weights):
         sums, norms = zip(*pairs, strict=True)
         if not math.isfinite(sum(sums)):
             return f"{name} has weights that are not finite"
-        # If a layer's gradients add up to 0, as before a softmax, only the norm tells.
+        # If a layer's gradients add up to 0, as before a softmax, its sum never moves.
         for kind, numbers in (("sums", sums), ("norms", norms)):
             if max(numbers) - min(numbers) > 1e-5 * max(norms):
                 shown = ", ".join(f"{number:.6g}" for number in numbers)
@@ -371,12 +374,12 @@ def what_is_wrong(losses, weights):
 # Snapshots
 
 
-def name_beside(path):
+def temporary_name(path):
     """A new name in the folder of `path`, or of the file that it leads to as a link."""
     return f"{os.path.realpath(path)}.{os.urandom(4).hex()}.tmp"
 
 
-def time_of(path):
+def changed_at(path):
     """When the file was changed, in seconds since 1970; None if there is none."""
     return os.path.getmtime(path) if os.path.exists(path) else None
 
@@ -385,11 +388,12 @@ def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one.
 
     snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One rank calls
-    it. OSError if the file cannot be written, as on a full disk. What is written to the
-    end is never removed.
+    it. OSError if the file cannot be written, as on a full disk, or loaded. An error
+    ends the program if another run has saved there since this run read or wrote the
+    file. What is written to the end is never removed.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
-    temporary = name_beside(path)  # two runs may save at once
+    temporary = temporary_name(path)  # two runs may save at once
     complete = False
     try:
         with open(temporary, "xb") as file:
@@ -400,11 +404,11 @@ def save_atomically(snapshot, path):
         # What cannot be loaded must not replace the old one: `weights_only` refuses
         # most classes. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
-        now = time_of(path)
+        now = changed_at(path)
         if now and last_seen.get(path, now) != now:
             error(f"another run saves to {path}, too: this run's is {temporary}")
         os.replace(temporary, path)
-        last_seen[path] = time_of(path)
+        last_seen[path] = changed_at(path)
     except Exception as reason:  # on a full disk, PyTorch raises a RuntimeError
         new = f", the new snapshot is {temporary}" if complete else ""
         # Not `error`: a script may catch this and train on.
@@ -415,15 +419,16 @@ def save_atomically(snapshot, path):
 
 
 def read_snapshot(path, mmap=False):
-    """The snapshot at `path`, on the CPU, or None if there is no file.
+    """The snapshot at `path`, on the CPU, or None without a file; else an error.
 
     mmap: leave tensors on the disk until they are used.
     """
-    last_seen[os.path.realpath(path)] = time_of(path)
+    last_seen[os.path.realpath(path)] = changed_at(path)
     if not os.path.exists(path):
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        # (How far the run was has several names: mingpt counts steps.)
         if not {"MODEL_STATE", "OPTIMIZER_STATE"}.issubset(snapshot):
             raise ValueError(f"it has {', '.join(snapshot)}")
         return snapshot
@@ -459,7 +464,7 @@ def check_snapshot(snapshot, model, optimizer, path):
     Call it before `load_state_dict`. model: the one inside DDP, which was saved.
     """
     hint = "choose another --snapshot-path"
-    if snapshot.get("SAMPLES_RUN"):
+    if snapshot.get("SAMPLES_RUN"):  # by variants/preemptible.py
         error(f"{path} was saved inside an epoch: go on with the script that saved it")
     saved = snapshot["MODEL_STATE"]
     # The order counts: an optimizer's state belongs to parameters by their position.
@@ -479,8 +484,7 @@ def print_replaced(saved, here, path):
     for old, new in groups:
         for name, value in new.items():
             replacement = old.get(name, value)  # what was not saved is not replaced
-            # A schedule keeps the rate that it began with as `initial_lr`: it will set
-            # the rate itself.
+            # A schedule stores `initial_lr`, and will set `lr` itself.
             if replacement != value and f"initial_{name}" not in new:
                 print(f"{name} is {replacement} as in {path}, not {value} as here")
 
@@ -515,7 +519,7 @@ def progress(epochs_run, total_epochs, path):
     return f"nothing to do: {line}" if epochs_run >= total_epochs else line
 
 
-# For models that ranks split. Of a DTensor, a class of PyTorch's, each rank has a part.
+# For models that ranks split. A DTensor is PyTorch's tensor of which a rank has a part.
 
 
 def join_parts(value):
@@ -547,16 +551,16 @@ def keep_parts(snapshot, model, optimizer):
     for name in saved:
         saved[name] = part_of(saved[name], weights[name])
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, saved in snapshot["OPTIMIZER_STATE"]["state"].items():
-        for name in saved:
-            saved[name] = part_of(saved[name], trained[number])
+    for number, state in snapshot["OPTIMIZER_STATE"]["state"].items():
+        for name in state:
+            state[name] = part_of(state[name], trained[number])
 
 
 def forget_meshes(model):
     """Empty the meshes of a split model, the grids of its ranks.
 
     PyTorch's caches keep them, and they keep the process group, whose threads may abort
-    the exit. PyTorch has no call for it.
+    the exit. PyTorch has no call for it. Do not use the model after this.
     """
     for weight in model.parameters():
         if isinstance(weight, DTensor):

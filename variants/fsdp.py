@@ -49,7 +49,7 @@ def shard(model, device):
 
 
 def checksums(path):
-    """Those of all tensors in a snapshot, which `torch.save` puts into the file."""
+    """Those that `torch.save` puts into a file. If they are equal, the files are."""
     files = zipfile.ZipFile(path).infolist() if os.path.exists(path) else []
     return str([file.CRC for file in files])
 

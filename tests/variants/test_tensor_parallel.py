@@ -107,7 +107,7 @@ def test_layers_that_stay_whole_go_to_the_device(tmp_path):
 SMALL = "MyTrainDataset(2048)", "MyTrainDataset(31)"
 WRONG = [
     ("--split 4 does not divide 2 ranks", 4, []),
-    ("too few: a step takes 32 of 31 samples, 512 held out", 2, [SMALL]),
+    ("too few samples: a step takes 32, and there are 31", 2, [SMALL]),
 ]
 
 
