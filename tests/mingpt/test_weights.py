@@ -119,7 +119,6 @@ def test_refuses_what_is_no_gpt2(folder, capsys):
     for name, value, words in (
         ("activation_function", "relu", "is 'relu', in GPT-2 'gelu_new'"),
         ("model_type", "llama", "model_type is 'llama', in GPT-2 'gpt2'"),
-        ("n_head", 3, "128 wide: no 3 equal heads"),
     ):
         path.write_text(json.dumps(config | {name: value}))
         assert words in refused(folder, capsys)
