@@ -122,8 +122,6 @@ def read_config(path):
         return {}
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    if config.get("activation_function") == "gelu_pytorch_tanh":
-        config["activation_function"] = "gelu_new"  # two names of one function
     for name, value in GPT2.items():
         if config.get(name, value) != value:
             raise ValueError(f"{name} is {config[name]!r}, in GPT-2 {value!r}")
