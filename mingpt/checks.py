@@ -12,8 +12,8 @@ OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path", "devi
 
 def check_ranks(configuration, corpus):
     """End with one line if the ranks do not train the same, on the same text."""
-    options = {"text": f"{len(corpus.train)} tokens, {corpus.checksum}"}
-    options |= dataclasses.asdict(configuration)
+    options = dataclasses.asdict(configuration)
+    options["text"] = f"{len(corpus.train)} tokens, {corpus.checksum}"
     found = utils.gather(options)
     for name in options:
         values = [ranks_options[name] for ranks_options in found]

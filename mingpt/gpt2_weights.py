@@ -30,29 +30,26 @@ def load_gpt2(path, sizes=None, **more):
 
     path: a .safetensors file, or a folder as save_pretrained() of transformers writes
     it. The size follows from the weights, and the number of heads from config.json
-    beside them; without it, a head has 64 channels, as in every GPT-2. What is no GPT-2
-    ends the program with one line and exit status 2, as does another size than one of
-    `sizes`, {name: number or None}. more: other fields of GPTConfig.
+    beside them; without it, a head has 64 channels, as in every GPT-2. Another size
+    than one of `sizes`, {name: number or None}, ends the program with one line and exit
+    status 2. more: other fields of GPTConfig.
     """
-    try:
-        state = read(path)
-        config = read_config(path)
-        vocab_size, n_embd = state["transformer.wte.weight"].shape
-        own = {
-            "block_size": len(state["transformer.wpe.weight"]),
-            "vocab_size": vocab_size,
-            "n_layer": sum(name.endswith(".ln_1.weight") for name in state),
-            "n_head": config.get("n_head", n_embd // 64),
-            "n_embd": n_embd,
-        }
-        model = GPT(GPTConfig(**own, **more))
-        model.load_state_dict(state)
-    except Exception as error:  # each format has errors of its own
-        utils.error(f"{path} holds no GPT-2: {type(error).__name__}: {error}")
+    state = read(path)
+    config = read_config(path)
+    vocab_size, n_embd = state["transformer.wte.weight"].shape
+    own = {
+        "block_size": len(state["transformer.wpe.weight"]),
+        "vocab_size": vocab_size,
+        "n_layer": sum(name.endswith(".ln_1.weight") for name in state),
+        "n_head": config.get("n_head", n_embd // 64),
+        "n_embd": n_embd,
+    }
     sizes = sizes or {}
     for name, value in sizes.items():
         if value is not None and value != own[name]:
             utils.error(f"{path} has {name} {own[name]}, not {value}")
+    model = GPT(GPTConfig(**own, **more))
+    model.load_state_dict(state)
     return model
 
 

@@ -110,8 +110,7 @@ def change_tensors(snapshot, model, optimizer, change):
 def change_averages(state, optimizer, change):
     """The same for an optimizer's state, such as its averages of gradients."""
     if "optimizers" in state:  # it is mingpt.modern's
-        several = getattr(optimizer, "optimizers", [])
-        pairs = zip(state["optimizers"], several, strict=False)
+        pairs = zip(state["optimizers"], optimizer.optimizers, strict=True)
         states = [change_averages(*pair, change) for pair in pairs]
         return state | {"optimizers": states}
     groups = [group["params"] for group in optimizer.param_groups]
