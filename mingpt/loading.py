@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+import utils
 from mingpt import cpu_attention, options
 
 
@@ -25,7 +26,11 @@ def load_model(configuration, vocab_size):
     if configuration.init_from:
         from mingpt.gpt2_weights import load_gpt2  # it needs safetensors
 
-        model = load_gpt2(configuration.init_from, sizes, **more)
+        model = load_gpt2(configuration.init_from, **more)
+        for name, size in sizes.items():
+            own = getattr(model.config, name)
+            if size is not None and size != own:
+                utils.error(f"{configuration.init_from} has {name} {own}, not {size}")
     else:
         model = module.GPT(module.GPTConfig(**sizes, **more))
     if configuration.compile:
