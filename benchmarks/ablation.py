@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from mingpt import batches, data, options, train
-from mingpt.parallel import Whole
+from mingpt.strategy import Strategy
 from tools.diffs import hunks, mix
 from tools.site import pages
 
@@ -113,7 +113,7 @@ class Training(train.Trainer):
             corpus=corpus,
             model=model,
             optimizer=optimizer,
-            parallel=Whole(),
+            strategy=Strategy(),
             train_data=prepare(corpus.train, block, BATCH, sampler, device),
             eval_data=prepare(corpus.val, block, 64, windows, device),
         )

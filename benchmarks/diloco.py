@@ -80,7 +80,7 @@ class DiLoCo(Trainer):
         pass
 
     def _run_batch(self, source, targets):
-        with self.ddp_model.no_sync():  # it sends nothing
+        with self.wrapped_model.no_sync():  # it sends nothing
             loss = super()._run_batch(source, targets)
         if (self.steps_run + 1) % LOCAL_STEPS == 0:
             self.outer.step()
@@ -99,7 +99,7 @@ def worker():
     parser = options.make_parser(__doc__)
     parser.add_argument("--outer", action="store_true")
     args = parser.parse_args()
-    train.Trainer = DiLoCo if args.outer else Trainer
+    train.Trainer = DiLoCo if vars(args).pop("outer") else Trainer
     train.main(options.resolve(args))
 
 

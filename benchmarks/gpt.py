@@ -132,9 +132,8 @@ class PlainLoop(InTurns):
     """The step of nanoGPT, eager, or compiled as nanoGPT does."""
 
     def __init__(self, configuration, model, optimizer, train_data, **others):
-        self.run = configuration.run
-        self.schedule = configuration.optimizer
-        self.device = self.run.device
+        self.run = configuration
+        self.device = configuration.device
         self.batches = iter(train_data)
         self.steps_run = 0
         self.lr = optimizer.defaults["lr"]
@@ -169,13 +168,13 @@ class PlainLoop(InTurns):
         for source, targets in itertools.islice(self.batches, self.run.eval_every):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            scale = train.lr_scale(self.steps_run, self.run.steps, self.schedule.warmup)
+            scale = train.lr_scale(self.steps_run, self.run.steps, self.run.warmup)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * scale
             with self._autocast():
                 loss = self.loss(source, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             loss_sum += loss.detach()

@@ -12,9 +12,8 @@ OF_ONE_RANK = {"data", "tokenizer", "cache", "init_from", "snapshot_path", "devi
 
 def check_ranks(configuration, corpus):
     """End with one line if the ranks do not train the same, on the same text."""
-    options = {"text": f"{len(corpus.train)} tokens, {corpus.checksum}"}
-    for part in dataclasses.asdict(configuration).values():
-        options |= part
+    options = dataclasses.asdict(configuration)
+    options["text"] = f"{len(corpus.train)} tokens, {corpus.checksum}"
     found = utils.gather(options)
     for name in options:
         values = [ranks_options[name] for ranks_options in found]
@@ -30,8 +29,8 @@ def must_match(configuration, corpus, model):
     # A function is no part of a snapshot: another device may choose another attention.
     fields = {name: value for name, value in fields.items() if not callable(value)}
     return {
-        "model": configuration.model.module,
-        "seed": configuration.run.seed,
+        "model": configuration.module,
+        "seed": configuration.seed,
         "tokenizer": corpus.tokenizer.state(),
         "text": corpus.checksum,
         "config": fields,

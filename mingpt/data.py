@@ -120,24 +120,18 @@ class Corpus:
     description: str  # a line for people
 
 
-def prepare(paths="python-docs", tokenizer="chars", cache="tokens", fraction=0.1):
-    """The `Corpus` of a text, from the cache if it is there; else one line and exit 2.
+def prepare(paths=("python-docs",), tokenizer="chars", cache="tokens", fraction=0.1):
+    """The `Corpus` of a text, from the cache if it is there.
 
     Between two files stands the token <|endoftext|>, or a newline if `tokenizer` has no
     such token. The names in the folder `cache` follow from the content of the text and
     from the tokenizer, so that nobody takes the tokens of another text.
     """
-    if not 0 < fraction < 1:
-        utils.error(f"--val-fraction is {fraction}: choose one between 0 and 1")
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    files = find_files(map(os.fspath, paths))
+    files = find_files(paths)
     digests, size, chars = survey(files)
-    wanted = max(1, int(fraction * size))
-    most = min(MAX_VALIDATION, size - 1)
-    validation = min(wanted, most)
-    if validation < 1:
-        utils.error(f"there is no text in {', '.join(files)}")
+    if not size or not fraction:
+        utils.error(f"no text to validate on: {size} bytes, --val-fraction {fraction}")
+    validation = max(1, min(int(fraction * size), MAX_VALIDATION))
     if tokenizer == "chars":
         tokenizer = CharTokenizer("".join(sorted(chars)))
     elif tokenizer == "bytes":
@@ -149,16 +143,13 @@ def prepare(paths="python-docs", tokenizer="chars", cache="tokens", fraction=0.1
     key = json.dumps([FORMAT, digests, tokenizer.state(), fraction])
     checksum = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = os.path.join(cache, checksum)
-    try:
-        if not os.path.exists(folder):
-            pieces = split(files, size - validation)
-            encode(pieces, tokenizer, dtype, folder)
-        train = np.memmap(f"{folder}/train", dtype, mode="r")
-        val = np.memmap(f"{folder}/val", dtype, mode="r")
-        with open(f"{folder}/val_bytes") as file:
-            val_bytes = int(file.read())
-    except (OSError, ValueError) as error:  # ValueError: an empty file is not mapped
-        utils.error(f"cannot keep the tokens in {cache}: {error}")
+    if not os.path.exists(folder):
+        pieces = split(files, size - validation)
+        encode(pieces, tokenizer, dtype, folder)
+    train = np.memmap(f"{folder}/train", dtype, mode="r")
+    val = np.memmap(f"{folder}/val", dtype, mode="r")
+    with open(f"{folder}/val_bytes") as file:
+        val_bytes = int(file.read())
     first_token = tokenizer.decode(val[:1])
     return Corpus(
         train=train,
@@ -168,7 +159,7 @@ def prepare(paths="python-docs", tokenizer="chars", cache="tokens", fraction=0.1
         val_bytes=val_bytes - len(first_token.encode()),
         checksum=checksum,
         description=(
-            f"{', '.join(map(str, paths))}: {size:,} bytes,"
+            f"{', '.join(paths)}: {size:,} bytes,"
             f" {len(train):,} tokens to train on, {len(val):,} to validate on,"
             f" vocabulary of {vocab_size:,}"
         ),
@@ -230,6 +221,13 @@ def new_parser(doc):
     return parser
 
 
+def fraction(text):
+    """`text` as a float from 0 on and below 1."""
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 on and below 1")
+    return float(text)
+
+
 def add_options(parser):
     """The options of the text, which the trainer has as well."""
     parser.add_argument(
@@ -245,7 +243,7 @@ def add_options(parser):
     )
     parser.add_argument(
         "--val-fraction",
-        type=float,
+        type=fraction,
         default=0.1,
         help="how much of the text is for validation, at most about 1 MB"
         " (default: 0.1)",

@@ -11,7 +11,6 @@ import re
 
 import safetensors.torch
 
-import utils
 from mingpt.model import GPT, GPTConfig
 
 # What GPT-2 is, where config.json may say something else.
@@ -25,34 +24,27 @@ GPT2 = {
 }
 
 
-def load_gpt2(path, sizes=None, **more):
+def load_gpt2(path, **more):
     """A GPT with the weights of `path`, in float32, on the CPU.
 
     path: a .safetensors file, or a folder as save_pretrained() of transformers writes
     it. The size follows from the weights, and the number of heads from config.json
-    beside them; without it, a head has 64 channels, as in every GPT-2. What is no GPT-2
-    ends the program with one line and exit status 2, as does another size than one of
-    `sizes`, {name: number or None}. more: other fields of GPTConfig.
+    beside them; without it, a head has 64 channels, as in every GPT-2. more: other
+    fields of GPTConfig.
     """
-    try:
-        state = read(path)
-        config = read_config(path)
-        vocab_size, n_embd = state["transformer.wte.weight"].shape
-        own = {
-            "block_size": len(state["transformer.wpe.weight"]),
-            "vocab_size": vocab_size,
-            "n_layer": sum(name.endswith(".ln_1.weight") for name in state),
-            "n_head": config.get("n_head", n_embd // 64),
-            "n_embd": n_embd,
-        }
-        model = GPT(GPTConfig(**own, **more))
-        model.load_state_dict(state)
-    except Exception as error:  # each format has errors of its own
-        utils.error(f"{path} holds no GPT-2: {type(error).__name__}: {error}")
-    sizes = sizes or {}
-    for name, value in sizes.items():
-        if value is not None and value != own[name]:
-            utils.error(f"{path} has {name} {own[name]}, not {value}")
+    state = read(path)
+    saved = read_config(path)
+    vocab_size, n_embd = state["transformer.wte.weight"].shape
+    config = GPTConfig(
+        block_size=len(state["transformer.wpe.weight"]),
+        vocab_size=vocab_size,
+        n_layer=sum(name.endswith(".ln_1.weight") for name in state),
+        n_head=saved.get("n_head", n_embd // 64),
+        n_embd=n_embd,
+        **more,
+    )
+    model = GPT(config)
+    model.load_state_dict(state)
     return model
 
 
@@ -68,7 +60,6 @@ def save_gpt2(model, path):
         state[name] = transpose(name, weight).contiguous()
     del state["lm_head.weight"]  # the token embedding once more
     own = model.config
-    end_of_text = 50256 if own.vocab_size > 50256 else None  # in GPT-2's vocabulary
     config = {
         "architectures": ["GPT2LMHeadModel"],
         **GPT2,
@@ -80,8 +71,6 @@ def save_gpt2(model, path):
         "resid_pdrop": own.dropout,
         "embd_pdrop": own.dropout,
         "attn_pdrop": own.dropout,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
     }
     os.makedirs(path, exist_ok=True)
     with open(f"{path}/config.json", "w", encoding="utf-8") as file:
@@ -122,8 +111,6 @@ def read_config(path):
         return {}
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    if config.get("activation_function") == "gelu_pytorch_tanh":
-        config["activation_function"] = "gelu_new"  # two names of one function
     for name, value in GPT2.items():
         if config.get(name, value) != value:
             raise ValueError(f"{name} is {config[name]!r}, in GPT-2 {value!r}")

@@ -21,6 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mingpt import generation
+
 
 def attention(q, k, v, dropout):
     """Each token looks at itself and at earlier ones: (B, heads, T, head size) each."""
@@ -42,22 +44,6 @@ class GPTConfig:
     dropout: float = 0.0
     checkpoint: bool = False  # saves memory: activations are computed twice
     attention: Callable = attention  # another one may be faster on a device
-
-
-class KVCache:
-    """The keys and values that one layer has computed, so that it does so only once."""
-
-    length = 0  # how many tokens it has
-
-    def extend(self, k, v):
-        """Append k and v, (B, heads, T, head size) each. Return all of them."""
-        if self.length:
-            k = torch.cat((self.k, k), dim=2)
-            v = torch.cat((self.v, v), dim=2)
-        self.length = k.size(2)
-        self.k = k
-        self.v = v
-        return k, v
 
 
 def rotary(start, end, head_size, device):
@@ -136,8 +122,6 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        if C % config.n_head:
-            raise ValueError(f"{C} wide: no {config.n_head} equal heads")
         self.config = config
         self.transformer = nn.ModuleDict(
             {
@@ -187,40 +171,9 @@ class GPT(nn.Module):
                 x = block(x, cos_sin, cache)
         return self.transformer.ln_f(x)
 
-    @torch.no_grad()
-    def generate(
-        self, idx, count, temperature=1.0, top_k=None, generator=None, use_cache=True
-    ):
-        """Continue each row of idx, (B, T), by `count` tokens, and return all.
-
-        Below a temperature of 1, likely tokens become more likely; 0 takes the most
-        likely one. With `top_k`, only the k most likely ones are drawn.
-        """
-        training = self.training
-        self.eval()
-        block_size = self.config.block_size
-        caches = [KVCache() for _ in self.transformer.h] if use_cache else None
-        for _ in range(count):
-            if caches and idx.size(1) <= block_size:
-                x = self.hidden(idx[:, caches[0].length :], caches)
-            else:  # each token has another position now, so its cached key is wrong
-                x = self.hidden(idx[:, -block_size:])
-            logits = self.lm_head(x[:, -1]).float()
-            token = sample(logits, temperature, top_k, generator)
-            idx = torch.cat((idx, token), dim=1)
-        self.train(training)
-        return idx
-
-
-def sample(logits, temperature, top_k, generator):
-    """Choose a token by each row of logits, (B, V). Returns (B, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None:
-        best = logits.topk(min(top_k, logits.size(-1))).values
-        logits = logits.masked_fill(logits < best[:, -1:], -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+    def generate(self, idx, count, **how):
+        """Continue each row of idx, (B, T), by `count` tokens: see generation.py."""
+        return generation.generate(self, idx, count, **how)
 
 
 class Together:

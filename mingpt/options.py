@@ -1,7 +1,6 @@
 """The command line of mingpt.train, and the Configuration that it stands for."""
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import shutil
@@ -40,16 +39,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Text:
+class Configuration:
+    """What a run does. The fields have the names of the options, but for `module`."""
+
+    # The text
     data: list[str]
     tokenizer: str
     cache: str
     val_fraction: float
 
-
-@dataclass(frozen=True)
-class Model:
-    module: str
+    # The model
+    module: str  # that of --model
     init_from: str | None
     n_layer: int | None  # None, as the other sizes: that of `init_from`
     n_head: int | None
@@ -58,23 +58,17 @@ class Model:
     dropout: float
     checkpoint: bool
 
-
-@dataclass(frozen=True)
-class Optimizer:
+    # The optimizer
     lr: float
     warmup: float
     weight_decay: float
     clip: float
 
-
-@dataclass(frozen=True)
-class Parallel:
+    # What a rank has of the model
     shard: bool
     split: int
 
-
-@dataclass(frozen=True)
-class Run:
+    # The run
     device: torch.device
     precision: str  # one of DTYPES
     compile: bool
@@ -88,17 +82,6 @@ class Run:
     @property
     def dtype(self):
         return DTYPES[self.precision]
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a run does. The fields of its parts have the names of the options."""
-
-    text: Text
-    model: Model
-    optimizer: Optimizer
-    parallel: Parallel
-    run: Run
 
 
 def make_parser(doc):
@@ -140,7 +123,7 @@ def make_parser(doc):
         )
     add(
         "--warmup",
-        type=fraction,
+        type=data.fraction,
         default=0.05,
         help="the share of the steps in which the learning rate rises (default: 0.05)",
     )
@@ -151,18 +134,19 @@ def make_parser(doc):
         default=1.0,
         help="scale gradients of a larger norm down to this one (default: 1)",
     )
-    add("--dropout", type=fraction, default=0.0, help="between 0 (default) and 1")
+    add("--dropout", type=data.fraction, default=0.0, help="between 0 (default) and 1")
     add(
         "--checkpoint",
         action="store_true",
         help="compute activations again in the backward pass: slower, less memory",
     )
-    add(
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
         "--shard",
         action="store_true",
         help="leave each rank a part of the model: it may be larger than a device",
     )
-    add(
+    parts.add_argument(
         "--split",
         type=utils.positive_int,
         default=1,
@@ -204,13 +188,6 @@ def make_parser(doc):
     return parser
 
 
-def fraction(text):
-    """`text` as a float from 0 on and below 1."""
-    if not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 on and below 1")
-    return float(text)
-
-
 def positive(text):
     """`text` as a float above 0."""
     if not float(text) > 0:  # so that nan is refused, too
@@ -224,7 +201,8 @@ def resolve(args):
     A preset gives the values that were not typed, and "auto" follows from the device.
     """
     chosen = dict(vars(args))
-    for name, value in zip(SIZES | STEPS, PRESETS[args.preset], strict=True):
+    preset = PRESETS[chosen.pop("preset")]
+    for name, value in zip(SIZES | STEPS, preset, strict=True):
         is_given = args.init_from and name in SIZES
         if chosen[name] is None and not is_given:
             chosen[name] = value
@@ -245,19 +223,7 @@ def resolve(args):
         chosen["compile"] = can_compile(device)
     else:
         chosen["compile"] = args.compile == "on"
-    return Configuration(
-        text=part(Text, chosen),
-        model=part(Model, chosen),
-        optimizer=part(Optimizer, chosen),
-        parallel=part(Parallel, chosen),
-        run=part(Run, chosen),
-    )
-
-
-def part(kind, chosen):
-    """A dataclass `kind` with those values of {name: value} that it has fields for."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: chosen[name] for name in names})
+    return Configuration(**chosen)
 
 
 def fast_precision(device):

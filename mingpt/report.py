@@ -6,25 +6,26 @@ import os
 import torch.distributed as dist
 
 
-def describe_run(configuration, corpus, model):
-    """What is about to run, in three or four lines. `model`: before it is split."""
-    run = configuration.run
-    split = configuration.parallel.split
+def describe_run(run, corpus, model):
+    """What is about to run, in three or four lines.
+
+    run: the Configuration. model: before it is split.
+    """
     config = model.config
     world_size = dist.get_world_size()
     parameters = sum(weight.numel() for weight in model.parameters())
-    tokens = world_size // split * run.batch_size * config.block_size
+    tokens = world_size // run.split * run.batch_size * config.block_size
     passes = run.steps * tokens / len(corpus.train)
     compiled = "not compiled"
     wait = ""
     if run.compile:
         compiled = "compiled"
         wait = "\ncompiling: the first step takes a minute, and more on a busy machine"
-    if split > 1:
-        compiled += f", split over {split} ranks"
+    if run.split > 1:
+        compiled += f", split over {run.split} ranks"
     return (
         f"text: {corpus.description}\n"
-        f"model: {configuration.model.module}, {parameters / 1e6:.2f} M parameters,"
+        f"model: {run.module}, {parameters / 1e6:.2f} M parameters,"
         f" {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,"
         f" blocks of {config.block_size} tokens, vocabulary {config.vocab_size}\n"
         f"run: {world_size} x {run.device.type}, {run.precision}, {compiled}, batch"

@@ -40,8 +40,6 @@ def main():
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")
     device = utils.set_device(args.device)
-    if bool(args.init_from) != bool(args.tokenizer):
-        utils.error("--init-from and --tokenizer need each other")
     if args.init_from:
         from mingpt import gpt2_weights  # it needs safetensors
 

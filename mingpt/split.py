@@ -14,36 +14,19 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import utils
-from mingpt.model import GPT, MLP, Block, CausalSelfAttention
-from mingpt.parallel import Parallel
-
-ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
+from mingpt.strategy import Strategy
 
 
-def check(configuration, model):
+def check_split(configuration, model):
     """End with one line if --split does not fit the model, the ranks or the options."""
-    size = configuration.parallel.split
-    fits = isinstance(model, GPT) and not configuration.parallel.shard
-    for block in model.transformer.h if fits else []:
-        types = [type(part) for part in (block, block.attn, block.mlp)]
-        if types != [Block, CausalSelfAttention, MLP]:  # Split knows these alone
-            fits = False
-    if not fits or configuration.run.precision == "fp16":
-        utils.error(ONLY)
-    counts = {
-        "ranks": dist.get_world_size(),
-        "heads": model.config.n_head,
-        "features of an MLP": model.transformer.h[0].mlp.c_fc.out_features,
-    }
+    if configuration.module != "mingpt.model":  # nor its optimizer, as Muon
+        utils.error(f"--split cannot cut {configuration.module}, only mingpt.model")
+    if configuration.precision == "fp16":
+        utils.error("--split: choose --precision fp32 or bf16, not fp16")
+    counts = {"ranks": dist.get_world_size(), "heads": model.config.n_head}
     for name, count in counts.items():
-        if count % size:
-            utils.error(f"--split {size} does not divide {count} {name}")
-
-
-def check_optimizer(optimizer):
-    """End with one line if the optimizer may need whole matrices, as Muon does."""
-    if type(optimizer) is not torch.optim.AdamW:
-        utils.error(ONLY)
+        if count % configuration.split:
+            utils.error(f"--split {configuration.split} does not divide {count} {name}")
 
 
 def column_wise(layer, group, x):
@@ -78,7 +61,7 @@ def attend(attention, rank, q, k, v, dropout):
         return attention(q, k, v, dropout)
 
 
-class Split(Parallel):
+class Split(Strategy):
     """Each rank has a part of each layer. `replica_size` neighbours have all parts."""
 
     def __init__(self, replica_size):

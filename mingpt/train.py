@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node=2 -m mingpt.train
 torchrun --nproc-per-node=8 -m mingpt.train --preset gpt2 --data mytext.txt
 """
 
-import contextlib
 import gc
 import importlib
 import itertools
@@ -20,12 +19,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import utils
-from mingpt import batches, checks, data, loading, options, report, split
-from mingpt.parallel import Parallel, Sharded, Whole, change_tensors
+from mingpt import batches, checks, data, loading, options, report
+from mingpt.split import Split, check_split
+from mingpt.strategy import Sharded, Strategy, change_tensors
 
 
 def ddp_setup(device):
@@ -53,22 +52,22 @@ class Trainer:
         corpus: data.Corpus,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        parallel: Parallel,
+        strategy: Strategy,
         train_data: DataLoader,
         eval_data: DataLoader,
     ):
-        self.run = configuration.run
-        self.schedule = configuration.optimizer
-        self.device = self.run.device
+        self.run = configuration
+        self.device = configuration.device
         self.corpus = corpus
         self.model = model
         self.optimizer = optimizer
-        self.parallel = parallel
+        self.strategy = strategy
         self.train_data = train_data
         self.eval_data = eval_data
         self.must_match = checks.must_match(configuration, corpus, model)
-        scaling = self.run.dtype == torch.float16  # bfloat16 has the range of float32
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
+        # bfloat16 has the range of float32.
+        is_fp16 = configuration.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=is_fp16)
         self.steps_run = 0
         self.steps_saved = 0
         self.windows_run = 0  # by all ranks together
@@ -77,7 +76,7 @@ class Trainer:
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.writing = None
         self._load_snapshot()
-        self.ddp_model = parallel.wrap(model)
+        self.wrapped_model = strategy.wrap(model)
         self.sigterm = torch.zeros(1)
         flag = self.sigterm.numpy()  # torch.compile may trace what is done to tensors
         signal.signal(signal.SIGTERM, lambda *_: flag.fill(1))
@@ -114,13 +113,12 @@ class Trainer:
         eval_every = self.run.eval_every
         until_evaluation = eval_every - self.steps_run % eval_every
         steps = min(until_evaluation, self.run.steps - self.steps_run)
+        train_data = self._on_device(self.train_data)
         show_every = max(1, eval_every // 20)
-        for source, targets in itertools.islice(self.train_data, steps):
+        for source, targets in itertools.islice(train_data, steps):
             if self.steps_run % self.ask_every == 0:
                 self._stop_if_told()
             utils.seed(hash((sampler.seed, self.steps_run, sampler.replica)))
-            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
-            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             loss = self._run_batch(source, targets)
             loss_sum += loss * source.numel()
             tokens += source.numel()
@@ -131,6 +129,11 @@ class Trainer:
                 self._print(f"step {self.steps_run}/{self.run.steps} | loss {loss:.4f}")
         loss_sum, tokens = self._sum(loss_sum, tokens)
         return loss_sum / tokens, tokens
+
+    def _on_device(self, loader):
+        """Yield (source, targets) for each batch of a loader."""
+        for batch in loader:
+            yield [x.to(self.device, non_blocking=loader.pin_memory) for x in batch]
 
     def _stop_if_told(self):
         """Save and end, all ranks after the same step, if SIGTERM came to one."""
@@ -146,13 +149,13 @@ class Trainer:
             os._exit(75)  # EX_TEMPFAIL: try again. No clean-up: SIGKILL is near.
 
     def _run_batch(self, source, targets):
-        scale = lr_scale(self.steps_run, self.run.steps, self.schedule.warmup)
+        scale = lr_scale(self.steps_run, self.run.steps, self.run.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
         self.optimizer.zero_grad()
         loss = self._accumulate(source, targets)
         self.scaler.unscale_(self.optimizer)  # what is clipped must not be scaled
-        self.parallel.clip_grad_norm_(self.model, self.schedule.clip)
+        self.strategy.clip_grad_norm_(self.model, self.run.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
@@ -161,16 +164,12 @@ class Trainer:
         """Add up the gradients of the micro-batches. Return the mean loss."""
         sources = source.chunk(self.run.accumulate)
         targets = targets.chunk(self.run.accumulate)
-        is_ddp = isinstance(self.ddp_model, DistributedDataParallel)
         batch_loss = 0
         for number, micro_batch in enumerate(zip(sources, targets, strict=True), 1):
-            context = contextlib.nullcontext()
-            if is_ddp and number < self.run.accumulate:  # not the last
-                # DDP decides in the forward pass whether backward sends the gradients.
-                context = self.ddp_model.no_sync()
-            with context:
+            is_last = number == self.run.accumulate
+            with self.strategy.micro_batch(self.wrapped_model, is_last):
                 with self._autocast():
-                    _, loss = self.ddp_model(*micro_batch)
+                    _, loss = self.wrapped_model(*micro_batch)
                 loss = loss / self.run.accumulate
                 self.scaler.scale(loss).backward()
             batch_loss += loss.detach()
@@ -183,9 +182,7 @@ class Trainer:
             dist.broadcast(buffer, src=0)
         loss_sum = torch.zeros((), device=self.device)
         tokens = 0
-        for source, targets in self.eval_data:
-            source = source.to(self.device, non_blocking=self.eval_data.pin_memory)
-            targets = targets.to(self.device, non_blocking=self.eval_data.pin_memory)
+        for source, targets in self._on_device(self.eval_data):
             with self._autocast():
                 _, loss = self.model(source, targets)
             counted = (targets >= 0).sum()  # the last window is padded
@@ -212,7 +209,7 @@ class Trainer:
     def _sum(self, *values):
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.cpu_group)
-        return (total / self.parallel.replica_size).tolist()  # each replica counts once
+        return (total / self.strategy.replica_size).tolist()  # each replica counts once
 
     def _print(self, text):
         if dist.get_rank() == 0:  # one rank prints
@@ -221,7 +218,7 @@ class Trainer:
     def _check_weights(self, *losses):
         """End with one line, nothing saved, if `utils.what_is_wrong` finds a fault."""
         self._finish_writing()
-        wrong = utils.what_is_wrong(losses, self.parallel.named_weights(self.model))
+        wrong = utils.what_is_wrong(losses, self.strategy.named_weights(self.model))
         if wrong:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the others
             utils.error(
@@ -241,7 +238,7 @@ class Trainer:
         }
         # A copy, because the next steps change the weights while it is written.
         snapshot = change_tensors(
-            snapshot, self.model, self.optimizer, self.parallel.whole_of
+            snapshot, self.model, self.optimizer, self.strategy.whole_of
         )
         if dist.get_rank() == 0:  # one rank writes
             self.writing = self.writer.submit(
@@ -268,12 +265,12 @@ class Trainer:
             return
         checks.check_snapshot(snapshot, self.must_match, path)
         snapshot = change_tensors(
-            snapshot, self.model, self.optimizer, self.parallel.part_of
+            snapshot, self.model, self.optimizer, self.strategy.part_of
         )
         utils.check_snapshot(snapshot, self.model, self.optimizer, path)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
-        if self.scaler.is_enabled() and snapshot["SCALER_STATE"]:
+        if snapshot["SCALER_STATE"]:
             self.scaler.load_state_dict(snapshot["SCALER_STATE"])
         self.steps_run = snapshot["STEPS_RUN"]
         self.steps_saved = self.steps_run
@@ -294,18 +291,31 @@ def lr_scale(step, steps, warmup):
 
 def load_train_objs(configuration):
     """Your text and model go here."""
-    text = configuration.text
-    corpus = data.prepare(text.data, text.tokenizer, text.cache, text.val_fraction)
-    utils.seed(configuration.run.seed % 2**64)
+    corpus = data.prepare(
+        configuration.data,
+        configuration.tokenizer,
+        configuration.cache,
+        configuration.val_fraction,
+    )
+    utils.seed(configuration.seed % 2**64)
     model = loading.load_model(configuration, corpus.vocab_size)
     return corpus, model
 
 
+def choose_strategy(configuration, model):
+    """What a rank has of the model: all of it, or a part of each weight or layer."""
+    if configuration.split > 1:
+        check_split(configuration, model)
+        return Split(configuration.split)
+    if configuration.shard:
+        return Sharded(configuration.dtype)
+    return Strategy()
+
+
 def make_optimizer(configuration, model):
     """The optimizer of the model's module, for what this rank has of the model."""
-    module = importlib.import_module(configuration.model.module)
-    settings = configuration.optimizer
-    return module.make_optimizer(model, settings.lr, settings.weight_decay)
+    module = importlib.import_module(configuration.module)
+    return module.make_optimizer(model, configuration.lr, configuration.weight_decay)
 
 
 def prepare_dataloader(tokens, block_size, batch_size, sampler, device):
@@ -325,64 +335,52 @@ def load_batches(configuration, corpus, block_size, replica_size):
     """
     if len(corpus.train) <= block_size:
         utils.error(f"a text of {len(corpus.train)} tokens has no whole block")
-    run = configuration.run
-    batch_size = run.batch_size
+    batch_size = configuration.batch_size
+    device = configuration.device
     replica = dist.get_rank() // replica_size
     replicas = dist.get_world_size() // replica_size
-    sampler = batches.StepSampler(
-        len(corpus.train), block_size, batch_size, run.seed, replica, replicas
+    steps = batches.StepSampler(
+        len(corpus.train), block_size, batch_size, configuration.seed, replica, replicas
     )
-    train_data = prepare_dataloader(
-        corpus.train, block_size, batch_size, sampler, run.device
-    )
-    sampler = batches.eval_starts(
+    starts = batches.eval_starts(
         len(corpus.val), block_size, batch_size, replica, replicas
     )
-    eval_data = prepare_dataloader(
-        corpus.val, block_size, batch_size, sampler, run.device
+    return (
+        prepare_dataloader(corpus.train, block_size, batch_size, steps, device),
+        prepare_dataloader(corpus.val, block_size, batch_size, starts, device),
     )
-    return train_data, eval_data
 
 
 @record  # else torchrun shows no traceback
 def main(configuration):
     sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
-    device = configuration.run.device
+    device = configuration.device
     corpus, model = load_train_objs(configuration)
     ddp_setup(device)
     checks.check_ranks(configuration, corpus)
 
-    splits = configuration.parallel.split > 1
-    if splits:
-        split.check(configuration, model)
-        parallel = split.Split(configuration.parallel.split)
-    elif configuration.parallel.shard:
-        parallel = Sharded(configuration.run.dtype)
-    else:
-        parallel = Whole()
+    strategy = choose_strategy(configuration, model)
     train_data, eval_data = load_batches(
-        configuration, corpus, model.config.block_size, parallel.replica_size
+        configuration, corpus, model.config.block_size, strategy.replica_size
     )
     if dist.get_rank() == 0:  # one rank prints
         print(report.describe_run(configuration, corpus, model), flush=True)
 
-    parallel.distribute(model, device)
+    strategy.distribute(model, device)
     optimizer = make_optimizer(configuration, model)
-    if splits:
-        split.check_optimizer(optimizer)
     trainer = Trainer(
         configuration=configuration,
         corpus=corpus,
         model=model,
         optimizer=optimizer,
-        parallel=parallel,
+        strategy=strategy,
         train_data=train_data,
         eval_data=eval_data,
     )
     trainer.train()
     utils.forget_meshes(model)
     # These hold gloo's threads, which may abort or hang the exit.
-    del trainer, parallel, model, optimizer
+    del trainer, strategy, model, optimizer
     gc.collect()
     dist.destroy_process_group()
 

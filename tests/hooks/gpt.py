@@ -9,9 +9,11 @@ is another from then on), sigterm_in_compile
 such weights, so that sums in another order agree to the last digits), own_folder (each
 rank is in a folder of its own, as on a machine of its own),
 slow_disk (each snapshot takes a while, and the first is kept as mingpt.pt.first).
+GPT=own: the class GPT of the module `own` takes the place of mingpt.model's.
 RANK_ONLY=1 does it on this rank alone. ASK_EVERY=1: whether one was told to stop.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -20,7 +22,7 @@ import time
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import utils
-from mingpt import options, train
+from mingpt import model, options, train
 
 DO = os.environ.get("DO", "")
 AT_STEP = int(os.environ.get("AT_STEP", -1))
@@ -74,6 +76,8 @@ elif DO == "own_folder":
     os.chdir(RANK)
 elif DO == "slow_disk":
     utils.save_atomically = save_slowly
+if "GPT" in os.environ:
+    model.GPT = importlib.import_module(os.environ["GPT"]).GPT
 sys.argv[0] = train.__file__
 args = options.make_parser(train.__doc__).parse_args()
 train.main(options.resolve(args))

@@ -6,7 +6,7 @@ What holds for mingpt/modern.py, too, is tested of both.
 import pytest
 import torch
 
-from mingpt import cpu_attention, loading, modern, options
+from mingpt import cpu_attention, generation, loading, modern, options
 from mingpt import model as module
 from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import awake, build, check_cache, check_causal, tokens
@@ -94,15 +94,15 @@ def test_a_preset_gives_what_is_not_typed():
         return options.resolve(options.make_parser("").parse_args(words))
 
     found = resolve("--n-layer", "2", "--lr", "0.5")
-    assert (found.model.n_layer, found.model.block_size) == (2, 1024)
-    assert (found.optimizer.lr, found.run.batch_size) == (0.5, 64)
-    assert (found.run.steps, found.run.eval_every) == (20_000, 2000)
-    assert found.run.precision in options.DTYPES
-    assert isinstance(found.run.compile, bool)
+    assert (found.n_layer, found.block_size) == (2, 1024)
+    assert (found.lr, found.batch_size) == (0.5, 64)
+    assert (found.steps, found.eval_every) == (20_000, 2000)
+    assert found.precision in options.DTYPES
+    assert isinstance(found.compile, bool)
     # GPT-2's weights know their own size.
     found = resolve("--init-from", "gpt2", "--n-head", "12")
-    assert (found.model.n_layer, found.model.n_head) == (None, 12)
-    assert found.run.batch_size == 64
+    assert (found.n_layer, found.n_head) == (None, 12)
+    assert found.batch_size == 64
 
 
 @both
@@ -186,7 +186,7 @@ def test_temperature_and_top_k_choose():
     def shares(temperature, top_k):
         """How often each of the four tokens is drawn."""
         generator = torch.Generator().manual_seed(9)
-        drawn = module.sample(logits, temperature, top_k, generator)
+        drawn = generation.sample(logits, temperature, top_k, generator)
         assert drawn.shape == (4000, 1)
         return drawn.flatten().bincount(minlength=4) / 4000
 

@@ -61,7 +61,7 @@ def note_bytes(*_):
 
 register_optimizer_step_post_hook(note_bytes)
 """
-OPTIONS = ["--model", "own", "--steps", 8, "--eval-every", 4, "--clip", 0.5]
+OPTIONS = ["--steps", 8, "--eval-every", 4, "--clip", 0.5]
 # Of the validation text, rank 0 has 55 blocks, and rank 1 has 54: a batch less.
 OPTIONS += ["--block-size", 18]
 TWO = ["--batch-size", 2, "--accumulate", 2]
@@ -74,8 +74,8 @@ def runs(gpt, tmp_path_factory):  # noqa: F811
     (own / "own.py").write_text(OWN)
 
     def run(folder, *options, **how):
-        path = f"{ROOT}:{own}"
-        return gpt(folder, *OPTIONS, *options, PYTHONPATH=path, **how)
+        how = {"DO": "", "GPT": "own", "PYTHONPATH": f"{ROOT}:{own}"} | how
+        return gpt(folder, *OPTIONS, *options, **how)
 
     whole = own / "whole"
     parts = own / "parts"

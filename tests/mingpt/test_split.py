@@ -8,7 +8,6 @@ import pytest
 from tests.mingpt.test_shard import TWO, bytes_held, runs  # noqa: F401  a fixture, too
 from tests.mingpt.test_train import check_runs, gpt, snapshot, steps_run, text  # noqa: F401  fixtures
 from tools.run.results import same_bits, shape_of
-from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
 
@@ -81,40 +80,18 @@ def test_parts_that_differ_by_replica_are_not_saved(runs, tmp_path):  # noqa: F8
     assert not (tmp_path / "mingpt.pt").exists()
 
 
-# Its MLP computes what Split does not know.
-OTHER = """
-from mingpt import model
-from mingpt.model import GPTConfig, make_optimizer
-
-
-class MLP(model.MLP):
-    pass
-
-
-class GPT(model.GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.transformer.h[0].mlp.__class__ = MLP
-"""
-# Its optimizer needs whole matrices.
-MUON = """
-from torch.optim import Muon
-
-from mingpt.model import GPT, GPTConfig
-
-
-def make_optimizer(model, lr, weight_decay):
-    return Muon([model.lm_head.weight], lr, weight_decay)
-"""
-ONLY = "--split: only mingpt.model with AdamW, no --shard, fp32 or bf16"
 BAD = {
     "ranks": (["--split", 3], "--split 3 does not divide 2 ranks"),
     "heads": (["--n-head", 1], "--split 2 does not divide 1 heads"),
-    "model": (["--model", "mingpt.modern"], ONLY),
-    "block": (["--model", "other"], ONLY),
-    "optimizer": (["--model", "muon"], ONLY),
-    "shard": (["--shard"], ONLY),
-    "scaler": (["--precision", "fp16"], ONLY),
+    "model": (
+        ["--model", "mingpt.modern"],
+        "--split cannot cut mingpt.modern, only mingpt.model",
+    ),
+    "shard": (["--shard"], "argument --shard: not allowed with argument --split"),
+    "scaler": (
+        ["--precision", "fp16"],
+        "--split: choose --precision fp32 or bf16, not fp16",
+    ),
 }
 
 
@@ -122,14 +99,8 @@ BAD = {
 def test_bad_input(gpt, tmp_path, what):  # noqa: F811
     """One line, and nothing written."""
     options, message = BAD[what]
-    other = tmp_path / "modules"
-    other.mkdir()
-    (other / "other.py").write_text(OTHER)
-    (other / "muon.py").write_text(MUON)
-    folder = tmp_path / "run"
-    path = f"{ROOT}:{other}"
-    done = gpt(folder, "--split", 2, *options, nprocs=2, status=1, PYTHONPATH=path)
+    done = gpt(tmp_path, "--split", 2, *options, nprocs=2, status=1)
     errors = re.findall("^train.py: error: (.*)$", done.stderr, re.M)
     assert errors == [message]
     assert re.search("exitcode +: 2 ", done.stderr)
-    assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())

@@ -257,10 +257,14 @@ def saved(gpt, tmp_path_factory):
 
 BAD = {
     "accumulate": (["--accumulate", 3], "--batch-size 8: no multiple of --accumulate"),
-    "model": (["--model", "no.such"], "--model no.such: No module named 'no'"),
     "text": (["--block-size", 10**5], r"a text of \d+ tokens has no whole block"),
     "rate": (["--lr", -1], "argument --lr/--lr: -1 is not above 0"),
     "clip": (["--clip", 0], "argument --clip: 0 is not above 0"),
+    "fraction": (
+        ["--val-fraction", 1],
+        "argument --val-fraction: 1 is not from 0 on and below 1",
+    ),
+    "no fraction": (["--val-fraction", 0], r"no text to validate on: \d+ bytes, .*"),
     "dropout": (["--dropout", 1], "argument --dropout: 1 is not from 0 on and below 1"),
     "shape": (["--n-embd", 64], "mingpt.pt: its config {.*}: choose another .*"),
     "vocabulary": (["--tokenizer", "bytes"], "mingpt.pt: its tokenizer is another .*"),

@@ -1,9 +1,10 @@
 """What a rank has of the model: all of it, or a part of each weight (--shard).
 
-`mingpt.train.main` chooses Whole, Sharded or `mingpt.split.Split`, and all else uses
-each of them in the same way.
+`mingpt.train.choose_strategy` chooses Strategy, Sharded or `mingpt.split.Split`, and
+all else uses each of them in the same way.
 """
 
+import contextlib
 import itertools
 
 import torch
@@ -19,21 +20,30 @@ from torch.nn.parallel import DistributedDataParallel
 import utils
 
 
-class Parallel:
-    """The base of these classes. Each has `distribute(model, device)`.
-
-    It moves what this rank has of the model to the device. All ranks call it, before
-    they make the optimizer.
-    """
+class Strategy:
+    """Each rank has the whole model. The others change what is different for them."""
 
     replica_size = 1  # how many ranks share a batch: together they are one replica
     data_group = None  # the ranks that average gradients: all
+
+    def distribute(self, model, device):
+        """Move what this rank has of the model to the device.
+
+        All ranks call it, before they make the optimizer.
+        """
+        model.to(device)
 
     def wrap(self, model):
         """What computes a batch's loss. DDP averages the gradients in its backward."""
         if dist.get_world_size() == self.replica_size:
             return model  # there is no other replica to average with
         return DistributedDataParallel(model, process_group=self.data_group)
+
+    def micro_batch(self, wrapped_model, is_last):
+        """The context of forward and backward. DDP sends the gradients of the last."""
+        if is_last or not isinstance(wrapped_model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return wrapped_model.no_sync()
 
     def part_of(self, saved, weight):
         """What this rank has of a value that was saved for a weight."""
@@ -57,14 +67,7 @@ class Parallel:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-class Whole(Parallel):
-    """Each rank has the whole model."""
-
-    def distribute(self, model, device):
-        model.to(device)
-
-
-class Sharded(Parallel):
+class Sharded(Strategy):
     """Each rank has a part of each weight. FSDP gathers them, block by block."""
 
     def __init__(self, dtype):
@@ -92,7 +95,7 @@ class Sharded(Parallel):
 def change_tensors(snapshot, model, optimizer, change):
     """The snapshot with `change(value, weight)` for each value that a weight has there.
 
-    change: `part_of` or `whole_of` of a Parallel.
+    change: `part_of` or `whole_of` of a Strategy.
     """
     weights = model.state_dict(keep_vars=True)
     changed = {}  # {id of a value: what became of it}, so that tied ones stay tied
@@ -109,8 +112,7 @@ def change_tensors(snapshot, model, optimizer, change):
 def change_averages(state, optimizer, change):
     """The same for an optimizer's state, such as its averages of gradients."""
     if "optimizers" in state:  # it is mingpt.modern's
-        several = getattr(optimizer, "optimizers", [])
-        pairs = zip(state["optimizers"], several, strict=False)
+        pairs = zip(state["optimizers"], optimizer.optimizers, strict=True)
         states = [change_averages(*pair, change) for pair in pairs]
         return state | {"optimizers": states}
     groups = [group["params"] for group in optimizer.param_groups]
