@@ -474,18 +474,23 @@ def check_snapshot(snapshot, model, optimizer, path):
         fits = fits and (lazy or saved[name].shape == weight.shape)
     if not fits:
         error(f"{path} belongs to another model: {hint}")
-    if get_rank() == 0:
-        print_replaced(snapshot["OPTIMIZER_STATE"], optimizer.state_dict(), path)
+    print_replaced(snapshot["OPTIMIZER_STATE"], optimizer.state_dict(), path)
 
 
 def print_replaced(saved, here, path):
-    """Print which settings of an optimizer, such as its rate, a snapshot replaces."""
+    """Rank 0 prints the settings of an optimizer, such as a rate, that will change.
+
+    saved, here: the optimizer's `state_dict` in the snapshot and in this run.
+    """
+    if get_rank() > 0:
+        return
     groups = zip(saved["param_groups"], here["param_groups"], strict=False)
     for old, new in groups:
         for name, value in new.items():
             replacement = old.get(name, value)  # what was not saved is not replaced
             # A schedule stores `initial_lr`, and will set `lr` itself.
-            if replacement != value and f"initial_{name}" not in new:
+            is_setting = name != "params" and f"initial_{name}" not in new
+            if is_setting and replacement != value:
                 print(f"{name} is {replacement} as in {path}, not {value} as here")
 
 
@@ -551,9 +556,11 @@ def keep_parts(snapshot, model, optimizer):
     for name in saved:
         saved[name] = part_of(saved[name], weights[name])
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, state in snapshot["OPTIMIZER_STATE"]["state"].items():
+    states = snapshot["OPTIMIZER_STATE"]["state"]
+    for number, weight in enumerate(trained):
+        state = states.get(number, {})
         for name in state:
-            state[name] = part_of(state[name], trained[number])
+            state[name] = part_of(state[name], weight)
 
 
 def forget_meshes(model):

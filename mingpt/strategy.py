@@ -51,8 +51,6 @@ class Strategy:
 
     def whole_of(self, value, weight):
         """A copy of what was a weight's, whole, on rank 0's CPU. All ranks call it."""
-        if isinstance(value, list):
-            return [self.whole_of(item, weight) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, DTensor):

@@ -47,8 +47,8 @@ LONG = {  # ideas that take more lines, and why
     "variants/diloco.py": 80,  # a second optimizer, and its state
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
-    "variants/sharded_snapshot.py": 66,  # when a snapshot in parts is complete
-    "variants/tensor_parallel.py": 78,  # a plan, and replicas of several ranks
+    "variants/sharded_snapshot.py": 72,  # when a snapshot in parts is complete, and ours
+    "variants/tensor_parallel.py": 81,  # a plan, and replicas of several ranks
 }
 WORDS = 52_000
 WORDS_OF_A_VARIANT = 1_600
@@ -56,9 +56,9 @@ WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_656,
-    "all Python": 177_000,
-    "tests/": 84_200,
+    "utils.py": 2_550,
+    "all Python": 176_300,
+    "tests/": 84_100,
     "tools/": 30_700,
     "variants/multinode_spawn.py": 69,
 }

@@ -35,16 +35,16 @@ def blocks_of(model):
 
 
 def shard(model, device):
-    """Leave this rank its rows of each parameter. No device holds the whole model."""
+    """Leave this rank its rows of each parameter. No device ever holds all of them."""
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    parameters = len([*model.parameters()])
+    count = len([*model.parameters()])
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
         block.to(device)
         for tensor in [*block.parameters(), *block.buffers()]:
             if not isinstance(tensor, DTensor):  # else a block before has it already
                 dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
-    if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
+    if len([*model.parameters()]) > count:  # PyTorch 2.11 would train both in silence
         utils.error("blocks share a parameter: return one block that contains both")
 
 
@@ -112,6 +112,8 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
+        for buffer in self.model.buffers():  # as DDP does: training may read them
+            dist.broadcast(buffer, src=0)
         output = self.model(source)  # FSDP's backward() averages the gradients, too
         loss = self.loss_fn(output, targets)
         loss.backward()

@@ -8,7 +8,6 @@ place of --standalone. HOST is the name of one of the two, the same on both.
 import gc
 import glob
 import os
-import re
 import shutil
 import time
 import zipfile
@@ -40,16 +39,16 @@ def blocks_of(model):
 
 
 def shard(model, device):
-    """Leave this rank its rows of each parameter. No device holds the whole model."""
+    """Leave this rank its rows of each parameter. No device ever holds all of them."""
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    parameters = len([*model.parameters()])
+    count = len([*model.parameters()])
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
         block.to(device)
         for tensor in [*block.parameters(), *block.buffers()]:
             if not isinstance(tensor, DTensor):  # else a block before has it already
                 dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
-    if len([*model.parameters()]) > parameters:  # PyTorch 2.11 has split a shared one
+    if len([*model.parameters()]) > count:  # PyTorch 2.11 would train both in silence
         utils.error("blocks share a parameter: return one block that contains both")
 
 
@@ -62,11 +61,11 @@ def checksums(path):
 def complete_folders(path):
     """{epochs: folder} of the snapshots at `path`. DCP writes .metadata last."""
     found = {}
-    for metadata in glob.glob(f"{glob.escape(path)}.*/.metadata"):
+    for metadata in glob.glob(f"{glob.escape(path)}.*.????????/.metadata"):
         folder = os.path.dirname(metadata)
-        ours = re.fullmatch(r"(\d+)\.[0-9a-f]{8}", folder.removeprefix(f"{path}."))
-        if ours:
-            found[int(ours[1])] = folder
+        epochs = folder[len(path) + 1 : -9]  # before the mark of eight letters
+        if epochs.isdecimal():
+            found[int(epochs)] = folder
     return found
 
 
@@ -93,7 +92,7 @@ class Trainer:
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.saving = None
-        self.folder = None  # of the last snapshot that this run has completed
+        self.folder = None  # of the last snapshot that this run has loaded or completed
         self._load_snapshot()
         self._load_parts()
 
@@ -133,6 +132,8 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
+        for buffer in self.model.buffers():  # as DDP does: training may read them
+            dist.broadcast(buffer, src=0)
         output = self.model(source)  # FSDP's backward() averages the gradients, too
         loss = self.loss_fn(output, targets)
         loss.backward()
@@ -163,8 +164,9 @@ class Trainer:
 
     def _parts(self):
         """This rank's parts, by names that do not depend on the number of ranks."""
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        return {"MODEL_STATE": model_state, "OPTIMIZER_STATE": optimizer_state}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        names = str([*model])
+        return {"NAMES": names, "MODEL_STATE": model, "OPTIMIZER_STATE": optimizer}
 
     def _save_snapshot(self):
         self._finish_saving()  # the last one
@@ -205,17 +207,23 @@ class Trainer:
 
     def _load_parts(self):
         folders = utils.gather(complete_folders(self.snapshot_path))[0]  # rank 0's
-        newest = max(folders, default=0)
-        if newest > self.epochs_run:
+        epochs = max(folders, default=0)
+        if epochs > self.epochs_run:
+            self.folder = folders[epochs]
             parts = self._parts()  # DCP loads into tensors that are there
-            dcp.load(parts, checkpoint_id=folders[newest])
+            names = parts["NAMES"]
+            dcp.load(parts, checkpoint_id=self.folder)
+            if parts["NAMES"] != names:
+                utils.error(f"{self.folder} belongs to another model")
+            saved = parts["OPTIMIZER_STATE"]
+            utils.print_replaced(saved, self.optimizer.state_dict(), self.folder)
             set_state_dict(
                 self.model,
                 self.optimizer,
                 model_state_dict=parts["MODEL_STATE"],
-                optim_state_dict=parts["OPTIMIZER_STATE"],
+                optim_state_dict=saved,
             )
-            self.epochs_run = newest
+            self.epochs_run = epochs
 
 
 def load_train_objs():

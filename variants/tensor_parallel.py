@@ -36,7 +36,10 @@ def split_layers(model, device, split):
         (dist.get_world_size() // split, split),
         mesh_dim_names=("replica", "split"),
     )
+    count = len([*model.parameters()])
     parallel.parallelize_module(model, mesh["split"], PLAN)
+    if len([*model.parameters()]) > count:
+        utils.error("layers of PLAN share a parameter, and would train two of it")
     model.to(device)  # the other layers, whole
     counterparts = mesh.get_group("replica")
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -55,8 +58,6 @@ def average_gradients(model, group):
             if isinstance(parameter, DTensor):
                 grad = grad.to_local()
             dist.all_reduce(grad, dist.ReduceOp.AVG, group)
-    for buffer in model.buffers():  # as DDP does, for those that training reads
-        dist.broadcast(buffer, src=0)
 
 
 class Trainer:
@@ -120,6 +121,8 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
+        for buffer in self.model.buffers():  # as DDP does: training may read them
+            dist.broadcast(buffer, src=0)
         output = self.model(source)
         loss = self.loss_fn(output, targets)
         loss.backward()
@@ -221,8 +224,8 @@ def main(args):
     counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
     utils.check_optimizer(optimizer, model)
-    part = args.batch_size / args.split  # the ranks of a replica share a batch
-    utils.check_data(train_set, eval_set, part)
+    share = args.batch_size / args.split  # the ranks of a replica share a batch
+    utils.check_data(train_set, eval_set, share)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(
         train_set, num_replicas=replicas, rank=replica, drop_last=True

@@ -18,21 +18,41 @@ def changes_objects(change):
     return hook
 
 
-@changes_objects
-def norm_in_front(train_set, eval_set, model, loss_fn):
-    """BatchNorm in front, whose statistics are buffers."""
-    source, _ = eval_set[0]
-    norm = torch.nn.BatchNorm1d(len(source))
-    return train_set, eval_set, torch.nn.Sequential(norm, model), loss_fn
+class RunningMean(torch.nn.Module):
+    """Subtracts the mean of what it has seen: training reads this buffer."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+
+    def forward(self, source):
+        if self.training:
+            self.mean.lerp_(source.mean(0), 0.1)
+        return source - self.mean
 
 
-def batch_norm(script):
-    """The names of layers change with it."""
-    norm_in_front(script)
+def in_front(script, layer):
+    """The script's model, with `layer(features)` before it."""
+
+    def change(train_set, eval_set, model, loss_fn):
+        source, _ = eval_set[0]
+        model = torch.nn.Sequential(layer(len(source)), model)
+        return train_set, eval_set, model, loss_fn
+
+    replace(script, "load_train_objs", lambda load: change(*load()))
+    # The names of layers change with it.
     plan = script.get("PLAN", {})  # of tensor_parallel.py
     script["PLAN"] = {f"1.{name}": style for name, style in plan.items()}
     if "blocks_of" in script:  # of fsdp.py
         replace(script, "blocks_of", lambda inner, model: inner(model[1]))
+
+
+def batch_norm(script):
+    in_front(script, torch.nn.BatchNorm1d)
+
+
+def running_mean(script):
+    in_front(script, RunningMean)
 
 
 class Weighted(torch.nn.Module):

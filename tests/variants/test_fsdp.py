@@ -106,6 +106,24 @@ def test_files_of_one_epoch_that_differ(tmp_path):
     assert losses(first) == losses(expected) != []
 
 
+TENSOR_PARALLEL = "variants/tensor_parallel.py"
+
+
+@pytest.mark.parametrize("name", [NAME, TENSOR_PARALLEL])
+def test_buffers_that_training_reads(tmp_path, name):
+    """All ranks have rank 0's in each step, as under DDP."""
+    hooks = ["models:running_mean", "float64"]
+    changes = (MODEL, LAYERS), ("lr=0.001", "lr=0.01")
+    parent = plant("multinode.py", tmp_path / "parent", *changes, hooks=hooks)
+    whole = train(parent, 2, 2, cwd=tmp_path / "parent")
+    script = plant(name, tmp_path / "copy", hooks=hooks)
+    split = name == TENSOR_PARALLEL
+    words = ["--split", 2] if split else []
+    ranks = 4 if split else 2
+    done = train(script, 2, 2, *words, cwd=tmp_path, nprocs=ranks, own_options=False)
+    assert_same_losses(losses(done), losses(whole))
+
+
 TIED = """\
     layers = torch.nn.Linear(20, 20), torch.nn.GELU(), torch.nn.Linear(20, 20)
     model = torch.nn.Sequential(*layers)
@@ -113,11 +131,14 @@ TIED = """\
 """
 
 
-def test_blocks_that_share_a_parameter(tmp_path):
-    """FSDP2 makes two of it, and PyTorch 2.11 trains both. Later versions raise."""
-    script = plant(NAME, tmp_path / "copy", (LAYERS, TIED))
+@pytest.mark.parametrize(
+    ("name", "who"), [(NAME, "blocks"), (TENSOR_PARALLEL, "layers of PLAN")]
+)
+def test_a_parameter_that_two_share(tmp_path, name, who):
+    """PyTorch makes two of it, and trains both without a word (FSDP2: 2.11 alone)."""
+    script = plant(name, tmp_path / "copy", (LAYERS, TIED))
     done = launch(script, 1, 1, cwd=tmp_path, real="")
-    assert "error: blocks share a parameter: return one block that" in done.stderr
+    assert f"error: {who} share a parameter" in done.stderr
     assert "epoch 1/1" not in done.stdout
 
 

@@ -1,6 +1,7 @@
-"""sharded_snapshot.py: a folder with a part of each rank, and a file that names it."""
+"""sharded_snapshot.py: a folder with a part of each rank."""
 
 import re
+import shutil
 
 import pytest
 
@@ -29,9 +30,9 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     # The saved rate counts.
     other = plant(NAME, tmp_path / "other", ("lr=0.01", "lr=0.5"))
     fourth = train(other, 4, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4)
-    # A run deletes only what it has written.
-    old, folder = sorted(tmp_path.glob("snapshot.pt.*"))
-    assert (old.stem, folder.stem) == ("snapshot.pt.2", "snapshot.pt.4")
+    (folder,) = tmp_path.glob("snapshot.pt.*")
+    assert folder.stem == "snapshot.pt.4"
+    assert "lr is 0.01 as in snapshot.pt.2." in fourth.stdout
     (tmp_path / "one_file.py").write_text(code)
     done = run_script(tmp_path / "one_file.py", folder.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -54,6 +55,18 @@ def test_the_newer_of_a_folder_and_a_plain_file_counts(runs, tmp_path):
     train(ROOT / "variants/fsdp.py", 2, 1, cwd=tmp_path)
     resumed = train(ROOT / NAME, 3, 1, cwd=tmp_path)
     assert "2 of 3 epochs are finished" in resumed.stdout
+
+
+def test_a_folder_of_a_larger_model(runs, tmp_path):
+    """DCP would load what the smaller one has."""
+    folder, _ = runs(NAME)
+    (saved,) = folder.glob("snapshot.pt.*")
+    shutil.copytree(saved, tmp_path / saved.name)
+    smaller = "Sequential(*layers)", "Sequential(*layers[:2], torch.nn.Identity())"
+    script = plant(NAME, tmp_path / "copy", smaller)
+    done = launch(script, 9, 1, cwd=tmp_path, real="")
+    assert f"error: {saved.name} belongs to another model\n" in done.stderr
+    assert not done.stdout
 
 
 def test_it_takes_no_folder_but_its_own(tmp_path):

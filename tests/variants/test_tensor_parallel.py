@@ -10,7 +10,7 @@ from tests.helpers.checks import assert_same_losses, help_of, noted
 from tests.trunk.test_probe import replicas
 from tests.trunk.test_standin import STANDIN
 from tests.variants.test_fsdp import FEW, LARGE, LAYERS, MODEL, launch_limited
-from tools.run.launch import launch, plant, run_script, train
+from tools.run.launch import launch, plant, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
@@ -119,30 +119,6 @@ def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     assert f"error: {line}\n" in done.stderr
     assert done.returncode != 0
     assert not (tmp_path / "snapshot.pt").exists()
-
-
-ADDED = """
-import torch
-import torch.distributed as dist
-from torch.profiler import profile
-from variants import tensor_parallel
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-layers = torch.nn.Linear(2, 2), torch.nn.GELU(), torch.nn.Linear(2, 2)
-model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(2))
-group = tensor_parallel.split_layers(model, torch.device("cpu"), 1)
-with profile() as seen:
-    model(torch.zeros(3, 2)).sum().backward()
-    tensor_parallel.average_gradients(model, group)
-print([event.name for event in seen.events()].count("gloo:broadcast"))
-"""
-
-
-def test_buffers_that_training_reads(tmp_path):
-    """After a step, all ranks have the 3 buffers of rank 0."""
-    (tmp_path / "added.py").write_text(ADDED)
-    done = run_script(tmp_path / "added.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    assert done.stdout == "3\n", done.stderr
 
 
 SHARDED = f"""
