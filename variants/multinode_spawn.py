@@ -196,7 +196,7 @@ def meet(args, timeout=timedelta(minutes=5)):
     """The store that machine 0 opens, once all machines have come to it."""
     address = f"{args.master_addr}:{args.master_port}"
     if args.nodes > 1:
-        print(f"machine {args.nr} waits for {args.nodes} at {address}")
+        print(f"machine {args.nr} waits for {args.nodes} at {address}", flush=True)
     try:
         return dist.TCPStore(
             args.master_addr, args.master_port, args.nodes, args.nr == 0, timeout

@@ -166,7 +166,7 @@ class Trainer:
         """This rank's parts, by names that do not depend on the number of ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         names = str([*model])
-        return {"NAMES": names, "MODEL_STATE": model, "OPTIMIZER_STATE": optimizer}
+        return {"MODEL_STATE": model, "OPTIMIZER_STATE": optimizer, "NAMES": names}
 
     def _save_snapshot(self):
         self._finish_saving()  # the last one

@@ -165,8 +165,7 @@ def test_snapshot_holds_plain_keys(runs, name):
     folder, _ = runs(name)
     snapshot = load(folder / "snapshot.pt")
     keys = ["MODEL_STATE", "OPTIMIZER_STATE", "EPOCHS_RUN"]
-    assert list(snapshot)[:3] == keys, "a variant may add to them"
-    snapshot = {key: snapshot[key] for key in keys}
+    snapshot = {key: snapshot[key] for key in keys}  # a variant may add to them
     _, _, model, *_ = objects_of(name)
     assert list(snapshot["MODEL_STATE"]) == list(model.state_dict())
     assert snapshot["EPOCHS_RUN"] == 5
