@@ -30,8 +30,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-# Keep this import, which nothing here uses. DistributedDataParallel would do it later,
-# and a program might hang when it ends: https://github.com/pytorch/pytorch/issues/190489
+# Keep this import, which nothing here uses. DistributedDataParallel would import it
+# later, and a program might hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -104,12 +104,13 @@ def error(message):
 def seed(number):
     """`torch.manual_seed(number)`, and the same for `random` and NumPy.
 
-    Data may draw from all three. Without it, all ranks draw the same from the other
-    two, and a resumed run draws other numbers than one that was not interrupted.
+    Data may draw from all three. `load_train_objs` gives all ranks one seed. If only
+    PyTorch were seeded again, all ranks would go on with the same numbers from the
+    other two, and a resumed run with other numbers than one that was not interrupted.
     """
     torch.manual_seed(number)
     random.seed(number)
-    numpy.random.seed(number % 2**32)
+    numpy.random.seed(number % 2**32)  # it takes 32 bits
 
 
 # The command line
@@ -188,7 +189,10 @@ def refuse_torchrun():
 
 
 def choose_nprocs(device, nprocs=None):
-    """Processes to start: `nprocs`, or one per accelerator, or 2 on the CPU."""
+    """Processes to start: `nprocs`, or one per accelerator, or 2 on the CPU.
+
+    An error if torchrun has started the script, or if there are not so many devices.
+    """
     refuse_torchrun()
     on_cpu = device_type(device, distributed=True) == "cpu"
     count = 2 if on_cpu else torch.accelerator.device_count()
@@ -202,8 +206,9 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process is killed, PyTorch has a SIGINT sent to the ranks. If a shell has
-    # started it with `&`, they would ignore SIGINT and live on. SIG_DFL ends them.
+    # If this process is killed, PyTorch has it that the ranks get a SIGINT. But they
+    # inherit how this process treats SIGINT. If a shell has started it with `&`, it
+    # ignores SIGINT, and they would live on. With SIG_DFL, they end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -275,10 +280,10 @@ def check_optimizer(optimizer, model):
 
 
 def check_data(train_set, eval_set, batch_size):
-    """End with an error if ranks have other data, or too little for one step.
+    """End with an error if ranks differ in how much data they have, or have too little.
 
     batch_size: how many samples a rank takes in a step; a fraction if several ranks
-    share a batch (tensor parallelism).
+    share a batch, as where they split layers.
     """
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
@@ -326,7 +331,7 @@ def check_state(losses, model, optimizer, path):
 
 
 def unloadable_part(value):
-    """The first part of `value` whose class `torch.load` will refuse, or None.
+    """The first part of `value` that `torch.load` will surely refuse, or None.
 
     It loads numbers, text and tensors, but objects of few other classes: not NumPy's
     numbers, for example. Code that they bring could do harm.
@@ -363,7 +368,7 @@ def what_is_wrong(losses, weights):
         sums, norms = zip(*pairs, strict=True)
         if not math.isfinite(sum(sums)):
             return f"{name} has weights that are not finite"
-        # If a layer's gradients add up to 0, as before a softmax, its sum never moves.
+        # Gradients that add up to 0, as before a softmax, never move the sum.
         for kind, numbers in (("sums", sums), ("norms", norms)):
             if max(numbers) - min(numbers) > 1e-5 * max(norms):
                 shown = ", ".join(f"{number:.6g}" for number in numbers)
@@ -405,7 +410,7 @@ def save_atomically(snapshot, path):
         # most classes. With mmap, tensors stay on the disk, so that this is quick.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         now = changed_at(path)
-        if now and last_seen.get(path, now) != now:
+        if now and last_seen.get(path, now) != now:  # (never seen: no complaint)
             error(f"another run saves to {path}, too: this run's is {temporary}")
         os.replace(temporary, path)
         last_seen[path] = changed_at(path)
@@ -461,7 +466,8 @@ def broadcast_snapshot(path, src):
 def check_snapshot(snapshot, model, optimizer, path):
     """End with an error if `snapshot` does not fit; print the settings it will replace.
 
-    Call it before `load_state_dict`. model: the one inside DDP, which was saved.
+    Call it before `load_state_dict`. Buffers may have other shapes, as a table that
+    grows. model: the one inside DDP, which was saved.
     """
     hint = "choose another --snapshot-path"
     if snapshot.get("SAMPLES_RUN"):  # by variants/preemptible.py
@@ -540,7 +546,8 @@ def join_parts(value):
 def part_of(saved, weight):
     """This rank's part of what was saved for a weight: of its values or its momentum.
 
-    `saved` itself if the weight is not split, or if it is no tensor as large as that.
+    `saved` itself if the weight is not split, or if `saved` is no tensor as large as
+    the weight, such as Adam's count of steps.
     """
     if isinstance(weight, DTensor) and getattr(saved, "shape", None) == weight.shape:
         mesh = weight.device_mesh
@@ -555,6 +562,7 @@ def keep_parts(snapshot, model, optimizer):
     saved = snapshot["MODEL_STATE"]
     for name in saved:
         saved[name] = part_of(saved[name], weights[name])
+    # In the order of the numbers in the optimizer's state_dict
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     states = snapshot["OPTIMIZER_STATE"]["state"]
     for number, weight in enumerate(trained):

@@ -44,12 +44,12 @@ def shard(model, device):
             if not isinstance(tensor, DTensor):  # else a block before has it already
                 dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
-    if len([*model.parameters()]) > count:  # PyTorch 2.11 would train both in silence
+    if len([*model.parameters()]) > count:  # a shared one became two: 2.11 trains both
         utils.error("blocks share a parameter: return one block that contains both")
 
 
 def checksums(path):
-    """Those that `torch.save` puts into a file. If they are equal, the files are."""
+    """Those in the zip file that `torch.save` writes. If they are equal, files are."""
     files = zipfile.ZipFile(path).infolist() if os.path.exists(path) else []
     return str([file.CRC for file in files])
 
