@@ -474,10 +474,12 @@ def check_snapshot(snapshot, model, optimizer, path):
         error(f"{path} was saved inside an epoch: go on with the script that saved it")
     saved = snapshot["MODEL_STATE"]
     # The order counts: an optimizer's state belongs to parameters by their position.
-    fits = list(saved) == list(model.state_dict())
-    for name, weight in model.named_parameters():
-        lazy = torch.nn.parameter.is_lazy(weight)  # it has no shape before the data
-        fits = fits and (lazy or saved[name].shape == weight.shape)
+    here = model.state_dict(keep_vars=True)  # wrapped layers have other names elsewhere
+    fits = list(saved) == list(here)
+    for name, weight in here.items():
+        if isinstance(weight, torch.nn.Parameter):
+            lazy = torch.nn.parameter.is_lazy(weight)  # it has no shape before the data
+            fits = fits and (lazy or saved[name].shape == weight.shape)
     if not fits:
         error(f"{path} belongs to another model: {hint}")
     print_replaced(snapshot["OPTIMIZER_STATE"], optimizer.state_dict(), path)

@@ -6,15 +6,15 @@ import os
 import torch.distributed as dist
 
 
-def describe_run(run, corpus, model):
+def describe_run(run, corpus, model, replica_size):
     """What is about to run, in three or four lines.
 
-    run: the Configuration. model: before it is split.
+    run: the Configuration. model: before it is split. replica_size: the strategy's.
     """
     config = model.config
     world_size = dist.get_world_size()
     parameters = sum(weight.numel() for weight in model.parameters())
-    tokens = world_size // run.split * run.batch_size * config.block_size
+    tokens = world_size // replica_size * run.batch_size * config.block_size
     passes = run.steps * tokens / len(corpus.train)
     compiled = "not compiled"
     wait = ""

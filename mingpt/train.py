@@ -364,7 +364,8 @@ def main(configuration):
         configuration, corpus, model.config.block_size, strategy.replica_size
     )
     if dist.get_rank() == 0:  # one rank prints
-        print(report.describe_run(configuration, corpus, model), flush=True)
+        size = strategy.replica_size
+        print(report.describe_run(configuration, corpus, model, size), flush=True)
 
     strategy.distribute(model, device)
     optimizer = make_optimizer(configuration, model)

@@ -56,9 +56,9 @@ WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_550,
+    "utils.py": 2_568,
     "all Python": 176_300,
-    "tests/": 84_100,
+    "tests/": 84_150,
     "tools/": 30_700,
     "variants/multinode_spawn.py": 69,
 }

@@ -35,7 +35,7 @@ def blocks_of(model):
 
 
 def shard(model, device):
-    """Leave this rank its rows of each parameter. No device ever holds all of them."""
+    """Leave this rank its rows of each parameter. No device gets the whole model."""
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     count = len([*model.parameters()])
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken

@@ -39,7 +39,7 @@ def blocks_of(model):
 
 
 def shard(model, device):
-    """Leave this rank its rows of each parameter. No device ever holds all of them."""
+    """Leave this rank its rows of each parameter. No device gets the whole model."""
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     count = len([*model.parameters()])
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
@@ -63,7 +63,7 @@ def complete_folders(path):
     found = {}
     for metadata in glob.glob(f"{glob.escape(path)}.*.????????/.metadata"):
         folder = os.path.dirname(metadata)
-        epochs = folder[len(path) + 1 : -9]  # before the mark of eight letters
+        epochs = folder[len(path) + 1 : -9]  # before the mark of eight digits
         if epochs.isdecimal():
             found[int(epochs)] = folder
     return found
@@ -181,8 +181,8 @@ class Trainer:
         if self.saving:
             self.saving.result()  # waits until all ranks have written, or raises
             self.saving = None
-            if not os.path.exists(f"{self.next_folder}/.metadata"):
-                utils.error(f"this rank cannot see {self.next_folder}, as rank 0 can")
+            if not all(utils.gather(os.path.exists(f"{self.next_folder}/.metadata"))):
+                utils.error(f"not every rank can see {self.next_folder}")
             if dist.get_rank() == 0 and self.folder:
                 shutil.rmtree(self.folder)
             self.folder = self.next_folder

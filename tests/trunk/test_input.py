@@ -10,6 +10,7 @@ import types
 import numpy
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
 
 import utils
 from tests.helpers.checks import help_of
@@ -421,6 +422,15 @@ def test_a_buffer_may_have_another_shape():
         "OPTIMIZER_STATE": optimizer.state_dict(),
     }
     utils.check_snapshot(snapshot, model, optimizer, "s.pt")
+
+
+def test_a_snapshot_of_wrapped_layers_fits():
+    """As in chapter 7: `named_parameters` has other names than the state_dict."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    wrap.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, torch.nn.Linear)
+    )
+    check(sgd, sgd, model)
 
 
 def test_a_snapshot_that_fits(capsys):
