@@ -57,8 +57,8 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 176_300,
-    "tests/": 84_150,
+    "all Python": 176_400,
+    "tests/": 84_200,
     "tools/": 30_700,
     "variants/multinode_spawn.py": 69,
 }

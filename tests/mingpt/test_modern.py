@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+import utils
 from benchmarks import ablation
 from mingpt import modern as module
 from tests.helpers.forked import in_a_fork
@@ -182,11 +183,19 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
 def test_a_snapshot_of_two_optimizers_is_not_loaded_into_one():
     model = build(module)
     both = module.make_optimizer(model, lr=1e-3, weight_decay=0.1)
-    muon, _ = both.optimizers
-    alone = module.Together(muon)
+    alone = module.Together(both.optimizers[0])
     state = both.state_dict()
     with pytest.raises(ValueError):
         alone.load_state_dict(state)
+
+
+def test_settings_that_a_snapshot_replaces_are_printed(capsys):
+    model = build(module)
+    saved = module.make_optimizer(model, 1e-3, weight_decay=0.1).state_dict()
+    here = module.make_optimizer(model, 1e-3, weight_decay=0.2).state_dict()
+    utils.print_replaced(saved, here, "mingpt.pt")
+    # Each of the two optimizers has a group with weight decay.
+    assert capsys.readouterr().out.count("weight_decay is 0.1 as in mingpt.pt") == 2
 
 
 @in_a_fork

@@ -17,7 +17,7 @@ from tests.conftest import needs_hosts
 from tests.helpers.checks import assert_same_weights, import_script, noted
 from tools.run.hosts import Hosts
 from tools.run.launch import command, environment, plant, train
-from tools.run.processes import Program, TimedOut
+from tools.run.processes import Program, TimedOut, wait
 from tools.run.results import load
 from tools.scripts import ROOT
 
@@ -65,6 +65,7 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
         return machine(nr, port, homes[nr], *options, gpus=2, script=script)
 
     second = start(1)
+    assert wait(lambda: "machine 1 waits" in second.output, 20)
     first = start(0)
     first_done, second_done = ended([first, second])
     shown = first_done.stdout
