@@ -58,7 +58,7 @@ FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
     "all Python": 176_400,
-    "tests/": 84_200,
+    "tests/": 84_210,
     "tools/": 30_700,
     "variants/multinode_spawn.py": 69,
 }
