@@ -148,7 +148,7 @@ def main(args):
     train_data = prepare_dataloader(
         train_set, args.batch_size, sampler, device, drop_last=True
     )
-    sampler = range(len(eval_set))  # each sample once, in order
+    sampler = range(len(eval_set))  # indices: each sample once, in order
     eval_data = prepare_dataloader(eval_set, args.batch_size, sampler, device)
     trainer = Trainer(
         model=model,

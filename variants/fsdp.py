@@ -40,9 +40,9 @@ def shard(model, device):
     count = len([*model.parameters()])
     for block in [*blocks_of(model), model]:  # the model takes what no block has taken
         block.to(device)
-        for tensor in [*block.parameters(), *block.buffers()]:
-            if not isinstance(tensor, DTensor):  # else a block before has it already
-                dist.broadcast(tensor.detach(), src=0)  # as DDP: all start as rank 0
+        for weight in block.parameters():
+            if not isinstance(weight, DTensor):  # else a block before has it already
+                dist.broadcast(weight.detach(), src=0)  # as DDP: all start as rank 0
         fully_shard(block, mesh=mesh)  # each is gathered on its own
     if len([*model.parameters()]) > count:  # a shared one became two: 2.11 trains both
         utils.error("blocks share a parameter: return one block that contains both")

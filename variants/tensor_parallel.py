@@ -42,11 +42,11 @@ def split_layers(model, device, split):
         utils.error("layers of PLAN share a parameter, and would train two of it")
     model.to(device)  # the other layers, whole
     counterparts = mesh.get_group("replica")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if isinstance(tensor, DTensor):  # cut by the first rank of each replica
-            dist.broadcast(tensor.detach().to_local(), group=counterparts, group_src=0)
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):  # cut by the first rank of each replica
+            dist.broadcast(weight.detach().to_local(), group=counterparts, group_src=0)
         else:
-            dist.broadcast(tensor.detach(), src=0)  # as under DDP, all start as rank 0
+            dist.broadcast(weight.detach(), src=0)  # as under DDP, all start as rank 0
     return counterparts
 
 
