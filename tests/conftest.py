@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.helpers.checks import noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
+from tests.hooks.faults import in_step_80, record_in_one_piece  # noqa: E402
+from tests.hooks.probe import probe  # noqa: E402
 from tools.run import hosts, launch, results  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
@@ -172,20 +174,15 @@ def processes_of(name, nprocs):
 def runs(tmp_path_factory):
     """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
 
-    It saves every second epoch. In forks. With `hooks`, it runs a copy that has them.
+    It saves every second epoch. In forks. hooks: as of `launch`.
     """
 
     @once
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("run")
-        script = ROOT / name
-        if hooks:
-            script = launch.plant(name, tmp_path_factory.mktemp("copy"), hooks=hooks)
         size = launch.batch_size(name, 64, nprocs)
-        done = launch.train(
-            script, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs
-        )
-        return folder, done
+        how = {"cwd": folder, "nprocs": nprocs, "hooks": hooks}
+        return folder, launch.train(name, 5, 2, "--batch-size", size, **how)
 
     def get(name, nprocs=2, hooks=()):
         return run(name, processes_of(name, nprocs), hooks)
@@ -245,7 +242,7 @@ def killed(tmp_path_factory, request):
     def start(name):
         folder = tmp_path_factory.mktemp("killed")
         copy = tmp_path_factory.mktemp("copy")
-        hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
+        hooks = [in_step_80, record_in_one_piece]
         script = launch.plant(name, copy, hooks=hooks)
         size = launch.batch_size(name, 64)
         words = launch.command(script, 5, 2, "--batch-size", size)
@@ -287,11 +284,9 @@ def probes(tmp_path_factory):
     @once
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
-        script = launch.plant(name, folder, hooks=[*hooks, "probe"])
         size = launch.batch_size(name, 66, nprocs)
-        done = launch.train(
-            script, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs
-        )
+        how = {"cwd": folder, "nprocs": nprocs, "hooks": [*hooks, probe]}
+        done = launch.train(name, 2, 1, "--batch-size", size, **how)
         return results.losses(done), noted(folder, "probe", nprocs), done
 
     def get(name, nprocs=2, hooks=()):

@@ -12,22 +12,15 @@ this folder beside the script and attaches the hooks, in every process. A hook i
 import functools
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import utils
 
-replaced = []  # (owner, name, what it was)
-
 
 def attach(script, *names):
-    """Attach hooks to a script, given as its globals.
-
-    A spawned process that is a fork imports the script once more: what is attached
-    already goes.
-    """
-    while replaced:
-        setattr(*replaced.pop())
+    """Attach hooks to a script, given as its globals."""
     for name in list(sys.modules):
         if name.startswith("hooks."):
             del sys.modules[name]
@@ -51,14 +44,18 @@ def replace(owner, name, around):
     is_script = isinstance(owner, dict)
     inner = owner[name] if is_script else getattr(owner, name)
 
+    # A process that is spawned has what its parent has attached: that goes.
+    while getattr(inner, "attached_by", os.getpid()) != os.getpid():
+        inner = inner.__wrapped__
+
     @functools.wraps(inner)  # spawned processes look a function up by its name
     def surrounded(*arguments, **options):
         return around(inner, *arguments, **options)
 
+    surrounded.attached_by = os.getpid()
     if is_script:
         owner[name] = surrounded
     else:
-        replaced.append((owner, name, inner))
         setattr(owner, name, surrounded)
 
 

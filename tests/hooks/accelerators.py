@@ -1,15 +1,18 @@
 """This machine says that it has accelerators, or a CPU is as strict as they are."""
 
+import collections
 import inspect
+import os
 import types
 
 import torch
 import torch.distributed as dist
-from hooks import replace
 from torch.utils._pytree import tree_leaves
 
+from . import replace, write
 
-def one(_):
+
+def one_gpu(_):
     """There is one GPU."""
     accelerator = torch.accelerator
     accelerator.device_count = lambda: 1
@@ -44,7 +47,7 @@ class Marking(torch.overrides.TorchFunctionMode):
         return result
 
 
-def strict(script):
+def strict_as_nccl(script):
     """Collectives of the default group refuse what was not put on a device, as NCCL."""
 
     def checked(collective, *arguments, **options):
@@ -65,3 +68,42 @@ def strict(script):
     replace(script, "main", marking)
     for name in ("all_reduce", "all_gather", "broadcast"):
         replace(dist, name, checked)
+
+
+def share_one_gpu(script):
+    """All ranks of a machine share its first GPU. NCCL refuses that; gloo does not."""
+
+    def on_the_first(set_device, name, local_rank, *nprocs):
+        return set_device(name, 0, *nprocs)
+
+    def by_gloo(init_process_group, backend, **options):
+        # The stand-in's collectives know it as ranks on several machines.
+        os.environ["STANDIN_HOST"] = os.environ["RANK"]
+        options.pop("device_id", None)
+        if backend == "nccl":
+            backend = "gloo"
+        init_process_group(backend, **options)
+
+    replace(script["utils"], "set_device", on_the_first)
+    replace(dist, "init_process_group", by_gloo)
+
+
+def note_standin(script):
+    """seen.RANK.json: what costs time on a GPU, or fails there (tests/standin).
+
+    {what: how often it was seen in `_run_batch`}, of all steps together.
+    """
+    seen = collections.Counter()
+
+    def run_batch(inner, *arguments):
+        before = collections.Counter(torch.standin.seen())
+        result = inner(*arguments)
+        seen.update(collections.Counter(torch.standin.seen()) - before)
+        return result
+
+    def train(inner, *arguments):
+        inner(*arguments)
+        write("seen", seen)
+
+    replace(script["Trainer"], "_run_batch", run_batch)
+    replace(script["Trainer"], "train", train)

@@ -12,9 +12,10 @@ import os
 import time
 
 import torch
-from hooks import replace
 
 from tools.run.processes import began
+
+from . import replace
 
 BEGAN = began("self")
 

@@ -4,7 +4,8 @@ These are the ranks of the group in which this rank gathers, and its time-out.
 """
 
 import torch.distributed as dist
-from hooks import write
+
+from . import write
 
 
 def around_load_train_objs(load_train_objs):

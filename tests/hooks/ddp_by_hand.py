@@ -5,8 +5,9 @@ events.RANK.json: [name, start, end in microseconds, shapes] of each.
 
 import torch
 import torch.distributed as dist
-from hooks import replace, write
 from torch.profiler import ProfilerActivity, profile
+
+from . import replace, write
 
 
 class Trainer:

@@ -6,8 +6,9 @@ import signal
 import time
 
 import torch.distributed as dist
-from hooks import replace
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from . import replace
 
 
 def in_step(script, number, befall):

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 import torch._dynamo  # noqa: F401  DDP and optimizers import it: not for their training
 import torch.distributed as dist
-from hooks import Noted, replace, write
 from torch.distributed.tensor import parallel
 from torch.utils.data import Subset
+
+from . import Noted, replace, write
 
 CLONE_NEWNET = 0x40000000  # setns(2)
 M_MMAP_THRESHOLD = -3  # mallopt(3)

@@ -16,9 +16,10 @@ import collections
 import os
 
 import torch
-from hooks import write
 
 from utils import get_rank
+
+from . import write
 
 noted = collections.defaultdict(list)
 

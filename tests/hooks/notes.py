@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import torch.distributed as dist
-from hooks import replace, write
 
-import utils
+from . import replace, write
 
 
 def at_the_start(script, name, facts):
@@ -20,7 +19,7 @@ def at_the_start(script, name, facts):
     replace(script["Trainer"], "train", train)
 
 
-def device(script):
+def note_device(script):
     """device.RANK.json: for which local rank it asked a device, of how many."""
     facts = {}
 
@@ -28,11 +27,11 @@ def device(script):
         facts.update(local_rank=local_rank, nprocs=nprocs)
         return set_device(name, local_rank, nprocs)
 
-    replace(utils, "set_device", note)
+    replace(script["utils"], "set_device", note)
     at_the_start(script, "device", lambda: facts)
 
 
-def store(script):
+def note_store(script):
     """store.RANK.json: the host whose store it is connected to."""
     hosts = []
 
@@ -44,7 +43,7 @@ def store(script):
     at_the_start(script, "store", lambda: hosts[-1])
 
 
-def lines(script):
+def note_lines(script):
     """noted.RANK.json: the N of each planted `passed.append(N)` that it passed."""
     builtins.passed = []
 
@@ -58,7 +57,7 @@ def lines(script):
         replace(script, "main", train)
 
 
-def memory(script):
+def note_memory(script):
     """memory.RANK.json: the bytes that loading a snapshot takes, at its peak."""
 
     def kilobytes(key):  # proc_pid_status(5)

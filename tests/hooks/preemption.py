@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hooks import Noted, replace
+
+from . import Noted, replace
 
 asked = 0
 

@@ -5,7 +5,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from hooks import replace
+
+from . import replace
 
 
 def clock(_):

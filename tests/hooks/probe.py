@@ -1,4 +1,4 @@
-"""Each rank writes what it did to probe.RANK.json in the folder that it runs in.
+"""What each rank did, in probe.RANK.json in the folder that it runs in.
 
     local_rank, threads          of this process; local_rank as it asked for a device
     timeout_s                    of the process group's collectives
@@ -13,72 +13,73 @@ Of the script's samples 197 are taken, and of those held out 17: no number of ra
 
 import torch
 import torch.distributed as dist
-from hooks import Noted, replace, write
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import Subset
 
-import utils
-
-facts = {"writes": 0, "orders": [], "random": []}
+from . import Noted, replace, write
 
 
-class Trainer:
-    def train(self, *arguments):
-        facts["threads"] = torch.get_num_threads()
-        sampler = self.train_data.sampler
-        facts["replica"] = getattr(sampler, "rank", 0)
-        facts["replicas"] = getattr(sampler, "num_replicas", 1)
-        facts["timeout_s"] = None
-        if dist.is_initialized():
-            backend = dist.group.WORLD._get_backend(self.device)
-            facts["timeout_s"] = backend.options._timeout.total_seconds()
-        super().train(*arguments)
-        write("probe", facts)
+def probe(script):
+    facts = {"writes": 0, "orders": [], "random": []}
+    data = []
 
-    def _run_epoch(self, epoch):
-        train_set.seen.clear()
-        result = super()._run_epoch(epoch)
-        facts["orders"].append(list(train_set.seen))
-        facts["random"].append(torch.rand(1).item())
-        weights = []
-        for weight in self.model.parameters():
-            if hasattr(weight, "full_tensor"):  # this rank has a part of it
-                weight = weight.full_tensor()
-            weights += weight.flatten().tolist()
-        facts["weights"] = weights
-        return result
+    class Trainer(script["Trainer"]):
+        def train(self, *arguments):
+            facts["threads"] = torch.get_num_threads()
+            sampler = self.train_data.sampler
+            facts["replica"] = getattr(sampler, "rank", 0)
+            facts["replicas"] = getattr(sampler, "num_replicas", 1)
+            facts["timeout_s"] = None
+            if dist.is_initialized():
+                backend = dist.group.WORLD._get_backend(self.device)
+                facts["timeout_s"] = backend.options._timeout.total_seconds()
+            super().train(*arguments)
+            write("probe", facts)
 
-    def _evaluate(self):
-        eval_set.seen.clear()
-        result = super()._evaluate()
-        facts["evaluated"] = list(eval_set.seen)
-        return result
+        def _run_epoch(self, epoch):
+            train_set, _ = data
+            train_set.seen.clear()
+            result = super()._run_epoch(epoch)
+            facts["orders"].append(list(train_set.seen))
+            facts["random"].append(torch.rand(1).item())
+            weights = []
+            for weight in self.model.parameters():
+                if hasattr(weight, "full_tensor"):  # this rank has a part of it
+                    weight = weight.full_tensor()
+                weights += weight.flatten().tolist()
+            facts["weights"] = weights
+            return result
 
+        def _evaluate(self):
+            _, eval_set = data
+            eval_set.seen.clear()
+            result = super()._evaluate()
+            facts["evaluated"] = list(eval_set.seen)
+            return result
 
-def around_load_train_objs(load_train_objs):
-    global train_set, eval_set
-    train_set, eval_set, *rest = load_train_objs()
-    train_set = Noted(Subset(train_set, range(197)))
-    eval_set = Noted(Subset(eval_set, range(17)))
-    return train_set, eval_set, *rest
+    def load_train_objs(inner):
+        train_set, eval_set, *rest = inner()
+        train_set = Noted(Subset(train_set, range(197)))
+        eval_set = Noted(Subset(eval_set, range(17)))
+        data[:] = train_set, eval_set
+        return *data, *rest
 
+    def prepare_dataloader(inner, *arguments, **options):
+        loader = inner(*arguments, **options)
+        loader.num_workers = 0
+        return loader
 
-def around_prepare_dataloader(prepare_dataloader, *arguments, **options):
-    loader = prepare_dataloader(*arguments, **options)
-    loader.num_workers = 0
-    return loader
+    def set_device(inner, name, local_rank=None, *rest):
+        facts["local_rank"] = local_rank
+        return inner(name, local_rank, *rest)
 
+    def note_write(inner, *arguments, **options):
+        facts["writes"] += 1
+        return inner(*arguments, **options)
 
-def note_device(set_device, name, local_rank=None, *rest):
-    facts["local_rank"] = local_rank
-    return set_device(name, local_rank, *rest)
-
-
-def note_write(write, *arguments, **options):
-    facts["writes"] += 1
-    return write(*arguments, **options)
-
-
-replace(utils, "set_device", note_device)
-replace(utils, "save_atomically", note_write)
-replace(FileSystemWriter, "finish", note_write)  # that all ranks have written
+    script["Trainer"] = Trainer
+    replace(script, "load_train_objs", load_train_objs)
+    replace(script, "prepare_dataloader", prepare_dataloader)
+    replace(script["utils"], "set_device", set_device)
+    replace(script["utils"], "save_atomically", note_write)
+    replace(FileSystemWriter, "finish", note_write)  # that all ranks have written

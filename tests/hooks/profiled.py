@@ -10,7 +10,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from hooks import Noted, replace, write
+
+from . import Noted, replace, write
 
 SLEEPS = json.loads(os.environ["SLEEPS"])
 LATE = int(os.environ["LATE"])

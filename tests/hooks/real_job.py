@@ -18,9 +18,10 @@ import multiprocessing.forkserver
 import os
 
 import torch
-from hooks import write
 
 import utils
+
+from . import write
 
 noted = collections.defaultdict(list)
 clip_grad_norm = torch.nn.utils.clip_grad_norm_

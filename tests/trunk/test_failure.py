@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from tests.hooks.faults import in_step_80, killed_attempts, record_in_one_piece
 from tools.run.launch import ENTRY, command, environment, launch, plant
 from tools.run.processes import Program, descendants, left_over, wait_until
 from tools.run.results import load, same_bits
@@ -34,8 +35,8 @@ def test_a_rank_that_is_killed_is_named(killed, name):
 
 
 def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
-    script = plant("multigpu.py", tmp_path, hooks=["faults:in_step_80"])
-    done = launch(script, 5, 2, cwd=tmp_path, real="", IN_STEP_80="raise")
+    how = {"real": "", "hooks": [in_step_80], "IN_STEP_80": "raise"}
+    done = launch("multigpu.py", 5, 2, cwd=tmp_path, **how)
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: planted")
@@ -45,12 +46,17 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 @pytest.mark.waits
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
-    hooks = ["faults:in_step_80", "faults:record_in_one_piece"]
-    script = plant("multinode.py", tmp_path, hooks=hooks)
     mark = uuid.uuid4().hex
-    real = "what is known of a process that ended is the claim"
-    env = {"MARK": mark, "IN_STEP_80": "raise"}
-    done = launch(script, 5, 2, cwd=tmp_path, real=real, **env)
+    done = launch(
+        "multinode.py",
+        5,
+        2,
+        cwd=tmp_path,
+        real="what is known of a process that ended is the claim",
+        hooks=[in_step_80, record_in_one_piece],
+        MARK=mark,
+        IN_STEP_80="raise",
+    )
     assert done.returncode == 1
     # In all of the report: torchrun counts in seconds, and may take the lost connection
     # of rank 0 for the root cause.
@@ -86,7 +92,7 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
 
 def restarted(folder, kills, restarts, **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
-    hooks = ["faults:killed_attempts", "faults:record_in_one_piece"]
+    hooks = [killed_attempts, record_in_one_piece]
     script = plant("multinode.py", folder / "copy", hooks=hooks)
     words = command(script, 5, 1)
     words.insert(words.index("--standalone"), f"--max-restarts={restarts}")

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from tests.conftest import VISIBLE
+from tests.helpers.checks import hooks_to_compare
 from tests.helpers.forked import in_a_fork
 from tests.helpers.text import sentences
+from tests.hooks.accelerators import share_one_gpu
 from tools.run.launch import (
     HOOKS,
     environment,
-    hooks_to_compare,
     plant,
     task_of,
     train,
@@ -89,8 +90,7 @@ def run(*words, cwd, nprocs=None, status=0, **env):
 def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path):
     """Its stderr is clean."""
     hooks = hooks_to_compare(name)
-    script = plant(name, tmp_path / "copy", hooks=hooks)
-    done = train(script, 5, 2, "--batch-size", 64, cwd=tmp_path, **ONE)
+    done = train(name, 5, 2, "--batch-size", 64, cwd=tmp_path, hooks=hooks, **ONE)
     assert f"1 x {KIND}, batch 64 each: effective batch 64" in done.stdout
     _, on_the_cpu = runs(task_of(name), 1, hooks)
     assert_close(losses(done), losses(on_the_cpu))
@@ -111,7 +111,7 @@ def test_it_resumes_bit_for_bit(name, tmp_path):
     def trained(folder, *ends):
         folder.mkdir()
         for end in ends:
-            train(ROOT / name, end, 2, *OPTIONS[name], cwd=folder, **ONE)
+            train(name, end, 2, *OPTIONS[name], cwd=folder, **ONE)
         return load(folder / "snapshot.pt")
 
     undisturbed = trained(tmp_path / "undisturbed", 5)
@@ -131,8 +131,8 @@ BY_GLOO = [
 @pytest.mark.parametrize("name", BY_GLOO)
 def test_two_ranks_share_the_gpu(runs, name, tmp_path):
     """By gloo, which takes tensors of a GPU: NCCL refuses two ranks on one."""
-    script = plant(name, tmp_path / "copy", hooks=["one_gpu"])
-    done = train(script, 5, 2, "--batch-size", 32, cwd=tmp_path, real=REAL, **ENV)
+    how = {"hooks": [share_one_gpu], "real": REAL, **ENV}
+    done = train(name, 5, 2, "--batch-size", 32, cwd=tmp_path, **how)
     assert f"2 x {KIND}, " in done.stdout
     _, on_the_cpu = runs(name)
     assert_close(losses(done), losses(on_the_cpu))

@@ -5,8 +5,8 @@ import os
 import pytest
 from torch.testing import assert_close
 
-from tests.helpers.checks import assert_same_losses
-from tools.run.launch import DISTRIBUTED, hooks_to_compare, task_of
+from tests.helpers.checks import assert_same_losses, hooks_to_compare
+from tools.run.launch import DISTRIBUTED, task_of
 from tools.scripts import SCRIPTS
 
 # 197 samples by 3 ranks and 17 held out: nothing divides evenly.

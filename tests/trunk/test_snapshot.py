@@ -13,10 +13,12 @@ import torch
 import utils
 from tests.conftest import once
 from tests.helpers.checks import noted
-from tools.run.launch import DISTRIBUTED, command, launch, plant, train
+from tests.helpers.own_disks import launch_on_own_disks
+from tests.hooks.models import large_model
+from tests.hooks.notes import note_device, note_memory
+from tools.run.launch import DISTRIBUTED, command, launch, train
 from tools.run.processes import Program, wait_until
 from tools.run.results import load, same_bits
-from tools.scripts import ROOT
 
 
 def exit_status(pid):
@@ -93,7 +95,7 @@ def test_two_runs_do_not_save_to_one_path(runs, tmp_path, found):
         folder, _ = runs("multigpu.py")
         shutil.copy(folder / "snapshot.pt", path)
         epochs = 5
-    run = Program(command(ROOT / "multigpu.py", 10**6, 1), tmp_path)
+    run = Program(command("multigpu.py", 10**6, 1), tmp_path)
     wait_until(lambda: path.exists() and load(path)["EPOCHS_RUN"] > epochs)
     other_folder, _ = runs("multinode.py")
     other = load(other_folder / "snapshot.pt")
@@ -117,8 +119,8 @@ def test_weights_that_are_nan_are_not_saved(tmp_path, name):
     else:
         nan = "self.model.weight.data.fill_(torch.nan)"
     in_third_epoch = f"        if self.epochs_run == 2: {nan}\n"
-    script = plant(name, tmp_path / "copy", (step, step + in_third_epoch))
-    done = launch(script, 5, 1, cwd=tmp_path, real="")
+    changes = [(step, step + in_third_epoch)]
+    done = launch(name, 5, 1, cwd=tmp_path, real="", changes=changes)
     assert done.returncode == 2
     line = f"{name}: error: the loss is nan, not saved to snapshot.pt\n"
     assert done.stderr.startswith(line)
@@ -158,24 +160,6 @@ def test_held_out_samples_are_others():
     assert not torch.equal(source, held_out)
 
 
-def on_own_disks(script, disks, *arguments, **env):
-    """One process of `script` in each of the folders `disks`, as on two machines."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
-    env |= {
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": 0,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    words = ["python", script, *arguments]
-    ranks = [Program(words, disk, RANK=rank, **env) for rank, disk in enumerate(disks)]
-    first, second = [rank.finish() for rank in ranks]
-    status = first.returncode, second.returncode
-    assert status == (0, 0), first.stderr + second.stderr
-    return first, second
-
-
 @pytest.fixture(scope="module")
 def sixth(runs, tmp_path_factory):
     """`sixth()`: the snapshot of multinode.py after a sixth epoch."""
@@ -185,7 +169,7 @@ def sixth(runs, tmp_path_factory):
         fifth, _ = runs("multinode.py")
         folder = tmp_path_factory.mktemp("sixth")
         shutil.copy(fifth / "snapshot.pt", folder)
-        train(ROOT / "multinode.py", 6, 1, cwd=folder)
+        train("multinode.py", 6, 1, cwd=folder)
         return load(folder / "snapshot.pt")
 
     return run
@@ -204,14 +188,15 @@ def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
     other = new | {"MODEL_STATE": zeros}  # as far, and of another run
     snapshots = {"old": other | {"EPOCHS_RUN": 2}, "new": new, "other": other}
     kinds = found.split()
-    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    disks = [tmp_path / "0", tmp_path / "1"]
     for disk, kind in zip(disks, kinds, strict=True):
         disk.mkdir()
         if kind != "none":
             torch.save(snapshots[kind], disk / "snapshot.pt")
     # Machines with one process each: the device goes by the local rank, which is 0.
-    script = plant("multinode.py", tmp_path / "copy", hooks=["notes:device"])
-    first, second = on_own_disks(script, disks, 6, 1)
+    how = {"cwd": tmp_path, "hooks": [note_device]}
+    first, second = launch_on_own_disks("multinode.py", 6, 1, **how)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
     epochs = [EPOCHS[kind] for kind in kinds]
     newest = kinds.index("new")
     line = f"epochs saved, by rank: {epochs}. All take rank {newest}'s\n"
@@ -240,10 +225,9 @@ def test_the_memory_that_a_resume_takes(name, tmp_path):
 
     multinode.py holds its own for a moment as well, beside that of another rank: twice.
     """
-    hooks = ["models:large_model", "notes:memory"]
-    script = plant(name, tmp_path / "copy", hooks=hooks)
-    train(script, 1, 1, cwd=tmp_path)
-    train(script, 2, 1, cwd=tmp_path)
+    how = {"cwd": tmp_path, "hooks": [large_model, note_memory]}
+    train(name, 1, 1, **how)
+    train(name, 2, 1, **how)
     size = os.stat(tmp_path / "snapshot.pt").st_size
     ranks = 2 if name in DISTRIBUTED else 1
     most = 2.5 if name == "multinode.py" else 1.25  # a quarter more than it should be

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from tests.helpers.checks import noted
-from tools.run.launch import DISTRIBUTED, batch_size, launch, plant, run_script, train
+from tests.hooks.accelerators import note_standin
+from tools.run.launch import DISTRIBUTED, batch_size, launch, run_script, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
@@ -24,8 +25,8 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
     """As NCCL refuses them, so that the other tests show what it would."""
     own = "utils.set_device(args.device, rank, world_size)"
     first = "utils.set_device(args.device, 0, world_size)"
-    script = plant("multigpu.py", tmp_path / "copy", (own, first))
-    done = launch(script, 1, 1, cwd=tmp_path, real="", **STANDIN)
+    how = {"real": "", "changes": [(own, first)], **STANDIN}
+    done = launch("multigpu.py", 1, 1, cwd=tmp_path, **how)
     assert " use one device" in done.stderr
 
 
@@ -33,22 +34,22 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     """Two devices also resume. In a step, nothing waits for a device."""
-    script = plant(name, tmp_path / "copy", hooks=["standin"])
     ranks = devices if name in DISTRIBUTED else 1
     ends = [2, 5]
     if devices == 4 or "real_job" in name:  # its rate follows from the end
         ends = [5]
     options = "--batch-size", batch_size(name, 64, devices)
+    how = {"cwd": tmp_path, "nprocs": devices, "hooks": [note_standin]}
     env = {"STANDIN_DEVICES": devices, **STANDIN}
     found = []
     for end in ends:
-        done = train(script, end, 2, *options, cwd=tmp_path, nprocs=devices, **env)
+        done = train(name, end, 2, *options, **how, **env)
         assert f"{ranks} x standin, " in done.stdout
         found += losses(done)
     _, on_the_cpu = runs(name, devices)
     assert found == losses(on_the_cpu)
     expected = {}
-    if "DistributedDataParallel" in calls(script):
+    if "DistributedDataParallel" in calls(name):
         expected = {"copies that wait": 2}  # it sends the order of its buckets, once
     for seen in noted(tmp_path, "seen", ranks):
         if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
@@ -58,7 +59,7 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
 
 def test_the_group_is_on_the_ranks_device(tmp_path):
     """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
-    train(ROOT / "multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
+    train("multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
 
 
 def test_two_machines_may_have_more_devices_than_processes(tmp_path):

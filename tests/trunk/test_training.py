@@ -13,10 +13,14 @@ from tests.conftest import NEW, once
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
+    hooks_to_compare,
     noted,
     stack,
 )
-from tests.hooks.float64 import double
+from tests.hooks.accelerators import one_gpu, strict_as_nccl
+from tests.hooks.models import batch_norm, double, float64, weighted_loss
+from tests.hooks.notes import note_lines
+from tests.hooks.timing import quick_stores
 from tools.run.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
@@ -24,7 +28,6 @@ from tools.run.launch import (
     batch_size,
     command,
     environment,
-    hooks_to_compare,
     objects_of,
     plant,
     task_of,
@@ -192,7 +195,7 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, n
     resumed = tmp_path / "resumed"
     shutil.copytree(folder, resumed)
     size = batch_size(name, 64)
-    done = train(ROOT / name, 5, 2, "--batch-size", size, cwd=resumed)
+    done = train(name, 5, 2, "--batch-size", size, cwd=resumed)
     assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
     assert re.findall(r"(?m)^epoch (\d)/5", done.stdout) == ["3", "4", "5"]
     undisturbed, _ = runs(name)
@@ -209,16 +212,13 @@ def test_any_script_continues_any_other(tmp_path):
     of all scripts are alike.
     """
     whole = tmp_path / "whole"
-    whole.mkdir()
-    done = train(ROOT / SINGLE, 4, 4, "--batch-size", 64, cwd=whole)
+    done = train(SINGLE, 4, 4, "--batch-size", 64, cwd=whole)
     curve = losses(done)
     chain = [(SINGLE, 1), (MULTINODE, 2), (MULTIGPU, 4), (SINGLE, 1)]
     pieces = []
     for epoch, (name, nprocs) in enumerate(chain, start=1):
         size = 64 // nprocs
-        done = train(
-            ROOT / name, epoch, 1, "--batch-size", size, cwd=tmp_path, nprocs=nprocs
-        )
+        done = train(name, epoch, 1, "--batch-size", size, cwd=tmp_path, nprocs=nprocs)
         pieces += losses(done)
     assert_same_losses(pieces, curve)
     assert_same_weights(tmp_path / "snapshot.pt", whole / "snapshot.pt")
@@ -228,7 +228,7 @@ def test_a_finished_run_says_so(runs, copy_of):
     folder, _ = runs(MULTIGPU)
     path = copy_of(folder)
     before = path.read_bytes()
-    done = train(ROOT / MULTIGPU, 5, 1, cwd=path.parent)
+    done = train(MULTIGPU, 5, 1, cwd=path.parent)
     line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
     assert done.stdout.endswith(line)
     assert path.read_bytes() == before
@@ -240,7 +240,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     env = {"MASTER_PORT": blocker.port, "MASTER_ADDR": "localhost"}
     # Ranks that wait for one that nobody starts raise soon, and not after five minutes.
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
-    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=["timing:quick_stores"])
+    script = plant(MULTIGPU, tmp_path / "copy", soon, hooks=[quick_stores])
     env = environment(script, env)
     words = command(script, 1, 1, "--snapshot-path")
     first = Program([*words, "first.pt"], tmp_path, **env)
@@ -285,21 +285,15 @@ def changed(tmp_path_factory):
     @once
     def run(name):
         folder = tmp_path_factory.mktemp("changed")
-        hooks = [
-            "models:batch_norm",
-            "models:weighted_loss",
-            "accelerators:one",
-            "accelerators:strict",
-            "notes:lines",
-            *hooks_to_compare(name),
-        ]
+        hooks = [batch_norm, weighted_loss, one_gpu, strict_as_nccl, note_lines]
+        hooks += hooks_to_compare(name)
         changes = []
         if name in OF_THE_TRUNKS_TASK:  # enough samples for some steps
             changes = [("MyTrainDataset(2048)", "MyTrainDataset(256)")]
-        script = plant(name, folder / "copy", *changes, hooks=hooks)
+        script = plant(name, folder / "copy", *changes)
         text, count = with_lines_added(script.read_text(), "train")
         script.write_text(text)
-        done = train(script, 2, 1, "--device", "cpu", cwd=folder)
+        done = train(script, 2, 1, "--device", "cpu", cwd=folder, hooks=hooks)
         return folder, done, hooks, count
 
     return run
@@ -324,7 +318,7 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
     """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
     folder, done, hooks, _ = changed(name)
     _, eval_set, model, loss_fn, _ = objects_of(name)
-    if "float64" in hooks:
+    if float64 in hooks:
         eval_set = double(eval_set)
         model.double()
     source, targets = stack(eval_set)

@@ -42,7 +42,7 @@ def test_every_batch_goes_through_the_wrapper(tmp_path):
 
 def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
     """DataParallel would take them, and refuse a model that is on the CPU."""
-    hooks = ["accelerators:one", "data_parallel"]
+    hooks = ["accelerators:one_gpu", "data_parallel"]
     script = plant(NAME, tmp_path / "copy", hooks=hooks)
     done = train(script, 1, 1, "--device", "cpu", cwd=tmp_path)
     assert done.stdout.splitlines()[2] == PASSES

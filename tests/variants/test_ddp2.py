@@ -66,7 +66,7 @@ def two_nodes(tmp_path_factory):
 
 def trained(folder, nodes, nprocs, *changes):
     """Done of the first node. Each node has a torchrun of its own."""
-    script = plant(NAME, folder / "copy", *changes, hooks=["ddp2", "float64"])
+    script = plant(NAME, folder / "copy", *changes, hooks=["ddp2", "models:float64"])
     with socket.socket() as any_free:
         any_free.bind(("localhost", 0))
         port = any_free.getsockname()[1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from textwrap import indent
@@ -10,12 +11,12 @@ import pytest
 import torch
 
 from tests.conftest import needs_hosts
-from tests.helpers.checks import (
-    assert_same_losses,
-    assert_same_weights,
-    noted,
-)
-from tests.variants.test_preemptible import ranks
+from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.own_disks import launch_on_own_disks
+from tests.hooks import replace, write
+from tests.hooks.accelerators import strict_as_nccl
+from tests.hooks.fsdp import limit_memory, note_held
+from tests.hooks.models import float64, running_mean
 from tools.run import hosts
 from tools.run.launch import launch, plant, train
 from tools.run.processes import Program
@@ -23,13 +24,12 @@ from tools.run.results import load, losses
 from tools.scripts import ROOT
 
 NAME = "variants/fsdp.py"
+TENSOR_PARALLEL = "variants/tensor_parallel.py"
 MODEL = "    model = torch.nn.Linear(20, 1)\n"
 LAYERS = """\
     layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
     model = torch.nn.Sequential(*layers)
 """
-BLOCKS = "fsdp:blocks"
-HELD = "fsdp:held"
 
 
 @pytest.mark.waits
@@ -41,33 +41,62 @@ def test_learns(typed):
     assert held_out[-1] < 0.013
 
 
+class Blocks(torch.nn.Module):
+    """A block that is used twice, and a parameter and a buffer in no block."""
+
+    def __init__(self):
+        super().__init__()
+        first = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh())
+        twice = torch.nn.Linear(30, 30)
+        self.layers = torch.nn.ModuleList([first, twice, torch.nn.Linear(30, 2)])
+        self.scale = torch.nn.Parameter(torch.ones(2, 1))
+        self.register_buffer("shift", torch.randn(3))
+
+    def forward(self, source):
+        first, twice, last = self.layers
+        hidden = twice(first(source)).tanh()
+        hidden = twice(hidden).tanh()
+        return last(hidden) @ self.scale + self.shift.sum()
+
+
+def train_blocks(script):
+    """Each rank draws other weights. Adagrad has its state before the first step."""
+
+    def load_train_objs(inner):
+        train_set, eval_set, _, loss_fn = inner()
+        torch.manual_seed(int(os.environ["RANK"]))
+        return train_set, eval_set, Blocks(), loss_fn
+
+    def make_optimizer(model):
+        return torch.optim.Adagrad(
+            model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=1
+        )
+
+    replace(script, "load_train_objs", load_train_objs)
+    script["make_optimizer"] = make_optimizer
+    script["blocks_of"] = lambda model: model.layers
+
+
 @pytest.mark.waits
 def test_trains_blocks_as_multinode_does(tmp_path):
     """2 ranks, then 4 that go on, then one of multinode.py: the plain file fits all."""
-    multinode = plant("multinode.py", tmp_path / "parent", hooks=[BLOCKS])
-    script = plant(NAME, tmp_path / "copy", hooks=[BLOCKS, HELD])
-    chain = [(script, 2), (script, 4), (multinode, 1)]
     pieces = []
-    for epochs, (each, nprocs) in enumerate(chain, start=1):
-        size = 64 // nprocs
-        done = train(each, epochs, 1, "--batch-size", size, cwd=tmp_path, nprocs=nprocs)
+    for name, epochs, nprocs in [(NAME, 1, 2), (NAME, 2, 4), ("multinode.py", 3, 1)]:
+        hooks = [train_blocks, note_held] if name == NAME else [train_blocks]
+        how = {"cwd": tmp_path, "nprocs": nprocs, "hooks": hooks}
+        done = train(name, epochs, 1, "--batch-size", 64 // nprocs, **how)
         pieces += losses(done)
     for held in noted(tmp_path, "held", ranks=4):
         assert held["mapped"]
     whole = tmp_path / "whole"
-    whole.mkdir()
-    done = train(multinode, 3, 3, cwd=whole)
+    done = train("multinode.py", 3, 3, cwd=whole, hooks=[train_blocks])
     assert_same_losses(pieces, losses(done))
     assert_same_weights(tmp_path / "snapshot.pt", whole / "snapshot.pt")
 
 
 def test_a_rank_holds_its_share_of_the_rows(tmp_path):
     """Of weights, gradients and state. Nothing that was sharded stays whole."""
-    begins = "    trainer.train("
-    no_wrapper = "    assert 'DistributedDataParallel' not in str(vars(trainer))\n"
-    change = begins, no_wrapper + begins
-    script = plant(NAME, tmp_path / "copy", change, hooks=[BLOCKS, HELD])
-    train(script, 1, 1, cwd=tmp_path, nprocs=3)
+    train(NAME, 1, 1, cwd=tmp_path, nprocs=3, hooks=[train_blocks, note_held])
     first = 4 * (20 * 30 + 30)
     twice = 4 * (30 * 30 + 30)
     last = 4 * (30 * 2 + 2)
@@ -80,6 +109,7 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
             numbers += its_rows * math.prod(rest)
         assert held["parts"] == [4 * numbers] * 3
         assert held["gathered"] == ("None" if rank else "cpu")
+        assert not held["wrapped"]
         # What goes to the device, and what is whole by then. (A loop in `shard` still
         # holds the last bias.)
         assert held["moved"] == [
@@ -93,35 +123,28 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
 
 def test_files_of_one_epoch_that_differ(tmp_path):
     """All take rank 0's: parts of two models are no model, and no error."""
-    script = plant(NAME, tmp_path / "copy")
-    other = plant(NAME, tmp_path / "other", ("utils.seed(0)", "utils.seed(1)"))
-    for rank, each in enumerate([script, other]):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        train(each, 1, 1, cwd=folder)
-    alike = tmp_path / "alike"
-    shutil.copytree(tmp_path / "0", alike)
-    expected = train(script, 2, 1, cwd=alike)
-    first, _ = ranks(script, 2, 1, cwd=tmp_path)
+    train(NAME, 1, 1, cwd=tmp_path / "0")
+    other = "utils.seed(0)", "utils.seed(1)"
+    train(NAME, 1, 1, cwd=tmp_path / "1", changes=[other])
+    shutil.copytree(tmp_path / "0", tmp_path / "alike")
+    expected = train(NAME, 2, 1, cwd=tmp_path / "alike")
+    first, _ = launch_on_own_disks(NAME, 2, 1, cwd=tmp_path)
     assert losses(first) == losses(expected) != []
-
-
-TENSOR_PARALLEL = "variants/tensor_parallel.py"
 
 
 @pytest.mark.parametrize("name", [NAME, TENSOR_PARALLEL])
 def test_buffers_that_training_reads(tmp_path, name):
     """All ranks have rank 0's in each step, as under DDP."""
-    hooks = ["models:running_mean", "float64"]
+    hooks = [running_mean, float64]
     changes = (MODEL, LAYERS), ("lr=0.001", "lr=0.01")
-    parent = plant("multinode.py", tmp_path / "parent", *changes, hooks=hooks)
-    whole = train(parent, 2, 2, cwd=tmp_path / "parent")
-    script = plant(name, tmp_path / "copy", hooks=hooks)
-    split = name == TENSOR_PARALLEL
-    words = ["--split", 2] if split else []
-    ranks = 4 if split else 2
-    done = train(script, 2, 2, *words, cwd=tmp_path, nprocs=ranks, own_options=False)
-    assert_same_losses(losses(done), losses(whole))
+    parent = {"cwd": tmp_path / "parent", "changes": changes, "hooks": hooks}
+    expected = train("multinode.py", 2, 2, **parent)
+    how = {"cwd": tmp_path, "hooks": hooks, "own_options": False}
+    if name == NAME:
+        done = train(name, 2, 2, **how)
+    else:
+        done = train(name, 2, 2, "--split", 2, nprocs=4, **how)
+    assert_same_losses(losses(done), losses(expected))
 
 
 TIED = """\
@@ -136,10 +159,27 @@ TIED = """\
 )
 def test_a_parameter_that_two_share(tmp_path, name, who):
     """PyTorch makes two of it, and trains both without a word (FSDP2: 2.11 alone)."""
-    script = plant(name, tmp_path / "copy", (LAYERS, TIED))
-    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    done = launch(name, 1, 1, cwd=tmp_path, real="", changes=[(LAYERS, TIED)])
     assert f"error: {who} share a parameter" in done.stderr
     assert "epoch 1/1" not in done.stdout
+
+
+def note_evaluation(script):
+    """passes.RANK.json: of each evaluated batch, whether it was on the device."""
+
+    def evaluate(inner, self):
+        placed = []
+
+        def note(_, inputs):
+            (source,) = inputs
+            placed.append(hasattr(source, "is_placed"))
+
+        self.model.register_forward_pre_hook(note)
+        loss = inner(self)
+        write("passes", placed)
+        return loss
+
+    replace(script["Trainer"], "_evaluate", evaluate)
 
 
 @pytest.mark.waits
@@ -148,12 +188,10 @@ def test_ranks_with_unequally_many_batches(tmp_path, held_out):
     """Of 65 samples in batches of 32, rank 1 has one batch, and of 1 sample none."""
     few = "MyTrainDataset(512, seed=1)", f"MyTrainDataset({held_out}, seed=1)"
     soon = "timedelta(minutes=5)", "timedelta(seconds=10)"  # if a rank waits alone
-    hooks = [BLOCKS, "float64", "accelerators:strict", "fsdp:passes"]
-    script = plant(NAME, tmp_path / "copy", few, soon, hooks=hooks)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    one = train(script, 1, 1, "--batch-size", 64, cwd=alone, nprocs=1)
-    two = train(script, 1, 1, "--batch-size", 32, cwd=tmp_path)
+    hooks = [train_blocks, float64, strict_as_nccl, note_evaluation]
+    how = {"changes": [few, soon], "hooks": hooks}
+    one = train(NAME, 1, 1, "--batch-size", 64, cwd=tmp_path / "1", nprocs=1, **how)
+    two = train(NAME, 1, 1, "--batch-size", 32, cwd=tmp_path, **how)
     assert_same_losses(losses(two), losses(one))
     most = 2 if held_out == 65 else 1  # batches of rank 0: rank 1 goes along
     assert noted(tmp_path, "passes") == [[True] * most] * 2
@@ -167,11 +205,10 @@ ALL = "[model[0], model[2]]", "[*model]"
 FEW = [("MyTrainDataset(2048)", "MyTrainDataset(64)"), ("(512, seed", "(32, seed")]
 
 
-def launch_limited(script, cwd):
+def launch_limited(name, cwd, *changes):
     """Done of two epochs on four ranks, each of which gets 170 MB more memory."""
-    return launch(
-        script, 2, 2, "--batch-size", 8, cwd=cwd, real="", nprocs=4, LIMIT_MB=170
-    )
+    how = {"changes": [*changes, *FEW], "hooks": [limit_memory], "LIMIT_MB": 170}
+    return launch(name, 2, 2, "--batch-size", 8, cwd=cwd, real="", nprocs=4, **how)
 
 
 @pytest.mark.waits
@@ -179,8 +216,7 @@ def launch_limited(script, cwd):
 def test_a_model_too_large_for_one_rank(tmp_path, name):
     """Its weights take 48 MB; with gradients, buckets and momentum, four times that."""
     changes = [(LAYERS, LARGE), ALL] if name == NAME else [(MODEL, LARGE)]
-    script = plant(name, tmp_path / "copy", *changes, *FEW, hooks=["fsdp:limited"])
-    done = launch_limited(script, cwd=tmp_path)
+    done = launch_limited(name, tmp_path, *changes)
     has_no_memory = "DefaultCPUAllocator: can't allocate memory" in done.stderr
     assert done.returncode == (0 if name == NAME else 1)
     assert has_no_memory == (name != NAME)

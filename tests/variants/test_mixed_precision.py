@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import once
-from tests.helpers.checks import help_of, import_script, noted
+from tests.helpers.checks import help_of, hooks_to_compare, import_script, noted
 from tests.helpers.forked import in_a_fork
-from tools.run.launch import hooks_to_compare, launch, plant, run_script, train
+from tools.run.launch import launch, plant, run_script, train
 from tools.run.results import load, losses, same_bits, weights
 from tools.scripts import ROOT
 

@@ -58,7 +58,7 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
     homes = [tmp_path / "0", tmp_path / "1"]
     homes[0].mkdir()
     train(ROOT / "single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
-    script = plant(NAME, tmp_path / "copy", hooks=["notes:device"])
+    script = plant(NAME, tmp_path / "copy", hooks=["notes:note_device"])
 
     def start(nr):
         options = "--batch-size", 16
@@ -157,7 +157,7 @@ def test_machines_that_do_not_meet(nr, tmp_path, port):
 
 @pytest.mark.waits
 def test_a_machine_may_have_another_name_for_the_first(tmp_path, port):
-    script = plant(NAME, tmp_path / "copy", hooks=["notes:store"])
+    script = plant(NAME, tmp_path / "copy", hooks=["notes:note_store"])
     first = machine(0, port, tmp_path, script=script)
     second = machine(1, port, tmp_path, "--master_addr", "127.0.0.2", script=script)
     ended([first, second])

@@ -1,9 +1,15 @@
 """sharded_snapshot.py: a folder with a part of each rank."""
 
+import os
 import re
 import shutil
+import signal
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.helpers.checks import (
     assert_same_losses,
@@ -11,8 +17,10 @@ from tests.helpers.checks import (
     import_script,
     noted,
 )
-from tests.variants.test_preemptible import ranks
-from tools.run.launch import launch, plant, run_script, train
+from tests.helpers.own_disks import launch_on_own_disks
+from tests.hooks import replace, write
+from tests.hooks.models import float64
+from tools.run.launch import launch, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
 
@@ -24,12 +32,12 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     page = (ROOT / "docs/sharded_snapshot.md").read_text()
     after = page.partition("## Make one file of the parts")[2]
     code = re.search(r"```python\n(.*?)```", after, re.S)[1]
-    first = train(ROOT / "variants/fsdp.py", 1, 1, cwd=tmp_path)
-    second = train(ROOT / NAME, 2, 1, cwd=tmp_path)
+    first = train("variants/fsdp.py", 1, 1, cwd=tmp_path)
+    second = train(NAME, 2, 1, cwd=tmp_path)
     (tmp_path / "snapshot.pt").unlink()
     # The saved rate counts.
-    other = plant(NAME, tmp_path / "other", ("lr=0.01", "lr=0.5"))
-    fourth = train(other, 4, 1, "--batch-size", 16, cwd=tmp_path, nprocs=4)
+    how = {"nprocs": 4, "changes": [("lr=0.01", "lr=0.5")]}
+    fourth = train(NAME, 4, 1, "--batch-size", 16, cwd=tmp_path, **how)
     (folder,) = tmp_path.glob("snapshot.pt.*")
     assert folder.stem == "snapshot.pt.4"
     assert "lr is 0.01 as in snapshot.pt.2." in fourth.stdout
@@ -37,7 +45,7 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     done = run_script(tmp_path / "one_file.py", folder.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     options = "--batch-size", 64, "--snapshot-path", "plain.pt"
-    fifth = train(ROOT / "variants/fsdp.py", 5, 2, *options, cwd=tmp_path, nprocs=1)
+    fifth = train("variants/fsdp.py", 5, 2, *options, cwd=tmp_path, nprocs=1)
     pieces = losses(first) + losses(second) + losses(fourth) + losses(fifth)
     whole, done = runs(NAME)
     assert_same_losses(pieces, losses(done))
@@ -48,12 +56,12 @@ def test_the_newer_of_a_folder_and_a_plain_file_counts(runs, tmp_path):
     """And no two runs write into one folder. A second wait for the end does no harm."""
     trains = "    trainer.train(args.total_epochs)\n"
     twice = trains, f"{trains}    trainer._finish_saving()\n"
-    train(plant(NAME, tmp_path / "copy", twice), 1, 1, cwd=tmp_path)
+    train(NAME, 1, 1, cwd=tmp_path, changes=[twice])
     (mine,) = tmp_path.glob("snapshot.pt.*")
     (other,) = runs(NAME)[0].glob("snapshot.pt.*")
     assert mine.suffix != other.suffix
-    train(ROOT / "variants/fsdp.py", 2, 1, cwd=tmp_path)
-    resumed = train(ROOT / NAME, 3, 1, cwd=tmp_path)
+    train("variants/fsdp.py", 2, 1, cwd=tmp_path)
+    resumed = train(NAME, 3, 1, cwd=tmp_path)
     assert "2 of 3 epochs are finished" in resumed.stdout
 
 
@@ -63,8 +71,7 @@ def test_a_folder_of_a_larger_model(runs, tmp_path):
     (saved,) = folder.glob("snapshot.pt.*")
     shutil.copytree(saved, tmp_path / saved.name)
     smaller = "Sequential(*layers)", "Sequential(*layers[:2], torch.nn.Identity())"
-    script = plant(NAME, tmp_path / "copy", smaller)
-    done = launch(script, 9, 1, cwd=tmp_path, real="")
+    done = launch(NAME, 9, 1, cwd=tmp_path, real="", changes=[smaller])
     assert f"error: {saved.name} belongs to another model\n" in done.stderr
     assert not done.stdout
 
@@ -83,33 +90,87 @@ def test_it_takes_no_folder_but_its_own(tmp_path):
     ("moment", "saved"), [("parts", 1), ("metadata", 1), ("old", 2), ("error", 1)]
 )
 def test_stopped_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved):
-    script = plant(NAME, tmp_path / "copy", hooks=["fsdp:in_second_save"])
-    done = launch(script, 3, 1, cwd=tmp_path, real="", KILLED=moment)
+    """SIGKILL in the second save, or a rank that cannot write.
+
+    `parts`: before the last rank writes its own. `metadata`: before rank 0 writes that
+    all have written. `old`: after that, before the old folder is removed.
+    """
+    owner, function, rank, call_to_hit = {
+        "parts": (dcp.FileSystemWriter, "write_data", 1, 2),
+        "error": (dcp.FileSystemWriter, "write_data", 1, 2),
+        "metadata": (dcp.FileSystemWriter, "finish", 0, 2),
+        "old": (shutil, "rmtree", 0, 1),  # the first save removes no folder
+    }[moment]
+
+    def stop(script):
+        calls = []
+
+        def around(inner, *arguments, **options):
+            calls.append(1)
+            if len(calls) == call_to_hit and dist.get_rank() == rank:
+                if moment == "error":
+                    raise OSError("planted")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return inner(*arguments, **options)
+
+        replace(owner, function, around)
+
+    done = launch(NAME, 3, 1, cwd=tmp_path, real="", hooks=[stop])
     assert done.returncode == 1
     assert "saved to snapshot.pt.1." in done.stdout
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == saved
-    resumed = train(ROOT / NAME, saved + 1, 1, cwd=tmp_path)
+    resumed = train(NAME, saved + 1, 1, cwd=tmp_path)
     assert f"{saved} of {saved + 1} epochs are finished" in resumed.stdout
+
+
+def change_while_saving(script):
+    """The weights change, in place, before the thread that saves them writes a byte.
+
+    group.RANK.json: the backend and the time-out of the group that this thread uses.
+    """
+    changed = threading.Event()
+
+    def async_save(inner, *arguments, process_group, **options):
+        backend = process_group._get_backend(torch.device("cpu"))
+        timeout = backend.options._timeout
+        is_own = process_group is not dist.group.WORLD
+        name = dist.get_backend(process_group)
+        write("group", [is_own, name, timeout.total_seconds()])
+        return inner(*arguments, process_group=process_group, **options)
+
+    def save(inner, self):
+        inner(self)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(100)
+        changed.set()
+
+    def write_data(inner, *arguments):
+        changed.wait()
+        return inner(*arguments)
+
+    replace(dist, "get_default_backend_for_device", lambda inner, device: "cpu:gloo")
+    replace(dcp, "async_save", async_save)
+    replace(script["Trainer"], "_save_snapshot", save)
+    replace(dcp.FileSystemWriter, "write_data", write_data)
 
 
 def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
     """https://github.com/pytorch/pytorch/issues/144657"""
 
     def saved(folder, *hooks):
-        script = plant(NAME, folder / "copy", hooks=[*hooks, "float64"])
-        train(script, 1, 1, cwd=folder)
+        train(NAME, 1, 1, cwd=folder, hooks=[*hooks, float64])
         return load(folder / "snapshot.pt")
 
     undisturbed = saved(tmp_path / "undisturbed")
-    changed = saved(tmp_path / "changed", "fsdp:changed_while_saving")
+    changed = saved(tmp_path / "changed", change_while_saving)
     assert same_bits(changed, undisturbed)
     its_own_group = [True, "gloo", 300]
     assert noted(tmp_path / "changed", "group") == [its_own_group] * 2
 
 
 def test_a_rank_that_sees_another_disk_ends_before_it_says_saved(tmp_path):
-    script = plant(NAME, tmp_path / "copy")
-    first, second = ranks(script, 2, 1, cwd=tmp_path)
+    first, second = launch_on_own_disks(NAME, 2, 1, cwd=tmp_path)
     assert second.returncode == 2
     assert "error: not every rank can see snapshot.pt.1." in second.stderr
     assert "saved to" not in first.stdout

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from tests.helpers.checks import assert_same_losses, help_of, noted
+from tests.hooks.accelerators import note_standin
+from tests.hooks.fsdp import note_held
+from tests.hooks.models import float64
+from tests.hooks.probe import probe
 from tests.trunk.test_probe import replicas
 from tests.trunk.test_standin import STANDIN
-from tests.variants.test_fsdp import FEW, LARGE, LAYERS, MODEL, launch_limited
-from tools.run.launch import launch, plant, train
+from tests.variants.test_fsdp import LARGE, LAYERS, MODEL, launch_limited
+from tools.run.launch import launch, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
@@ -48,27 +52,23 @@ def test_any_split_continues_any_other(tmp_path, model):
 
     Ranks begin with other weights. The page's lines clip by the norm of all gradients.
     """
-    hooks = ["float64"]  # in which rounding hides nothing
     step = "        self.optimizer.step()\n"
     changes = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
     if model != LAYERS:
         changes.append((LAYERS, model))
-    script = plant(NAME, tmp_path / "mine", *changes, hooks=hooks)
+    mine = {"changes": changes, "own_options": False}
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
-    changes = (step, clip + step), (MODEL, model), RATE
-    parent = plant(PARENT, tmp_path / "parent", *changes, hooks=hooks)
+    parents = {"changes": [(step, clip + step), (MODEL, model), RATE], "nprocs": 1}
+    how = {"cwd": tmp_path, "hooks": [float64]}  # in which rounding hides nothing
     pieces = []
     for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
         options = "--batch-size", 64 * split // ranks, "--split", split
-        done = train(
-            script, epochs, 1, *options, cwd=tmp_path, nprocs=ranks, own_options=False
-        )
+        done = train(NAME, epochs, 1, *options, nprocs=ranks, **mine, **how)
         pieces += losses(done)
-    alone = {"cwd": tmp_path, "nprocs": 1}
-    done = train(parent, 4, 1, "--batch-size", 64, **alone)
-    pieces += losses(done)
-    options = "--batch-size", 64, "--snapshot-path", "whole.pt"
-    whole = train(parent, 4, 4, *options, **alone)
+    options = "--batch-size", 64
+    pieces += losses(train(PARENT, 4, 1, *options, **parents, **how))
+    options = *options, "--snapshot-path", "whole.pt"
+    whole = train(PARENT, 4, 4, *options, **parents, **how)
     assert_same_losses(pieces, losses(whole))
     found = load(tmp_path / "snapshot.pt")
     expected = load(tmp_path / "whole.pt")
@@ -80,9 +80,8 @@ def test_two_replicas_of_two_ranks(tmp_path):
 
     A rank holds its half. To save the model, rank 0 alone keeps the whole.
     """
-    script = plant(NAME, tmp_path, hooks=["probe", "fsdp:held"])
-    options = "--batch-size", 33, "--split", 2
-    train(script, 2, 1, *options, cwd=tmp_path, nprocs=4, own_options=False)
+    how = {"nprocs": 4, "own_options": False, "hooks": [probe, note_held]}
+    train(NAME, 2, 1, "--batch-size", 33, "--split", 2, cwd=tmp_path, **how)
     first, second = replicas(noted(tmp_path, "probe", ranks=4))
     assert not set(first["orders"][0]) & set(second["orders"][0])
     assert sorted(first["evaluated"] + second["evaluated"]) == list(range(17))
@@ -99,8 +98,8 @@ def test_two_replicas_of_two_ranks(tmp_path):
 def test_layers_that_stay_whole_go_to_the_device(tmp_path):
     """With foreach=True, the default there, the optimizer would refuse the mixture."""
     changes = (LAYERS, MORE), ("momentum=0.9", "momentum=0.9, foreach=False")
-    script = plant(NAME, tmp_path / "copy", *changes, hooks=["standin"])
-    done = train(script, 1, 1, cwd=tmp_path, STANDIN_DEVICES=2, **STANDIN)
+    how = {"changes": changes, "hooks": [note_standin], **STANDIN}
+    done = train(NAME, 1, 1, cwd=tmp_path, STANDIN_DEVICES=2, **how)
     assert "2 x standin, " in done.stdout
 
 
@@ -113,9 +112,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "split", "changes"), WRONG)
 def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
-    script = plant(NAME, tmp_path / "copy", *changes)
-    options = "--split", split
-    done = launch(script, 1, 1, *options, cwd=tmp_path, real="", own_options=False)
+    how = {"real": "", "own_options": False, "changes": changes}
+    done = launch(NAME, 1, 1, "--split", split, cwd=tmp_path, **how)
     assert f"error: {line}\n" in done.stderr
     assert done.returncode != 0
     assert not (tmp_path / "snapshot.pt").exists()
@@ -177,7 +175,7 @@ def test_a_prepared_input_is_added_up_once():
 
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):
-    done = train(ROOT / NAME, 1, 1, cwd=tmp_path, own_options=False)
+    done = train(NAME, 1, 1, cwd=tmp_path, own_options=False)
     assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout
     assert "--split SPLIT ranks that share a layer" in help_of(NAME, tmp_path)
 
@@ -187,7 +185,5 @@ def test_a_model_too_large_for_one_rank(tmp_path):
     """The model and the limit of fsdp.py's test, where multinode.py fails."""
     styles = "(parallel.ColwiseParallel, parallel.RowwiseParallel)"
     plan = PLAN, f"{{str(i): {styles}[i % 2]() for i in range(14)}}"
-    changes = (LAYERS, LARGE), plan, *FEW
-    script = plant(NAME, tmp_path / "copy", *changes, hooks=["fsdp:limited"])
-    done = launch_limited(script, cwd=tmp_path)
+    done = launch_limited(NAME, tmp_path, (LAYERS, LARGE), plan)
     assert done.returncode == 0, done.stderr

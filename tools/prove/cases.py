@@ -27,7 +27,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import utils
-from tools.run import launch
+from tools.run import launch, warm
 from tools.run.processes import Done
 from tools.run.results import losses, same_bits
 from tools.scripts import ROOT, ancestry
@@ -126,7 +126,7 @@ def run(name, ranks, replaced, path):
     """
     path_of_script = ROOT / name
     if name not in compiled:
-        text, _, last = path_of_script.read_text().partition(launch.ENTRY)
+        text, _, last = path_of_script.read_text().partition(warm.ENTRY)
         texts = (text, f"if True:{last}")
         compiled[name] = [compile(part, path_of_script, "exec") for part in texts]
     body, last = compiled[name]

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from tools.files import edit
-from tools.run import warm  # noqa: F401  before any tensor is computed
 from tools.run.processes import Program
+from tools.run.warm import ENTRY  # before any tensor is computed
 from tools.scripts import (
     ROOT,
     SCRIPTS,
@@ -24,7 +24,6 @@ DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]
 UNDER_TORCHRUN = [name for name in SCRIPTS if "torchrun" in sum(commands(name), [])]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
 HOOKS = ROOT / "tests" / "hooks"
-ENTRY = 'if __name__ == "__main__":'
 
 
 @functools.cache
@@ -49,14 +48,9 @@ def objects_of(name):
     return *objects, script["make_optimizer"](objects[2])
 
 
-def hooks_to_compare(name):
-    """With these hooks, its numbers are another script's: autocast leaves float64."""
-    return ("float64",) if "autocast" in calls(name) else ()
-
-
 def home(script):
-    """The folder of the utils.py that belongs to `script`, a path to a script."""
-    folder = Path(script).resolve().parent
+    """The folder of the utils.py that belongs to `script`, a name or a path."""
+    folder = (ROOT / script).resolve().parent
     return folder.parent if folder.name == "variants" else folder
 
 
@@ -90,7 +84,8 @@ def options_of(name, nprocs=2):
 
 def command(script, total, every, *options, nprocs=2, own_options=True):
     """The words to type for `script`; own_options: add those of its docstring's."""
-    name = str(Path(script).resolve().relative_to(home(script)))
+    script = ROOT / script
+    name = str(script.resolve().relative_to(home(script)))
     words, _ = split_command(name)
     if "-m" not in words:
         words[words.index(name)] = str(script)
@@ -114,16 +109,35 @@ def environment(script, env):
 
 
 def launch(
-    script, *arguments, cwd, real, nprocs=2, own_options=True, timeout_s=None, **env
+    script,
+    *arguments,
+    cwd,
+    real,
+    nprocs=2,
+    own_options=True,
+    changes=(),
+    hooks=(),
+    timeout_s=None,
+    **env,
 ):
     """Run a script with `total_epochs save_every [options]` to its end: Done.
 
-    script: a path to a script or to a copy that `plant` has made. env: variables to
-    set. real: why it takes new interpreters, which cost ten times as much; "" if forks
-    show the same. They do, unless the claim is about how a process starts or ends.
+    script: its name, or a path to a copy that `plant` has made. cwd: the folder that it
+    runs in, which is made. env: variables to set.
+    real: why it takes new interpreters, which cost ten times as much; "" if forks show
+    the same. They do, unless the claim is about how a process starts or ends.
+    changes: pairs (old, new) of texts to replace in the script. hooks: functions
+    that each process of the script calls with the script's globals, a dict, before it
+    calls `main`. A test may define them inside; with `real`, they are in tests/hooks.
     """
+    cwd.mkdir(parents=True, exist_ok=True)
+    if changes or (real and hooks):
+        planted = hooks if real else ()
+        script = plant(script, cwd / "copy", *changes, hooks=planted)
+        hooks = hooks[len(planted) :]
     words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
-    return Program(words, cwd, real, **environment(script, env)).finish(timeout_s)
+    program = Program(words, cwd, real, hooks=hooks, **environment(script, env))
+    return program.finish(timeout_s)
 
 
 def train(script, *arguments, cwd, real="", **how):
@@ -148,8 +162,8 @@ def batch_size(name, effective, nprocs=2):
 def plant(name, folder, *changes, hooks=()):
     """Copy a script and utils.py to `folder`; returns the path of the copy.
 
-    changes: pairs (old, new) of texts to replace. hooks: what is attached to it, see
-    tests/hooks/__init__.py.
+    changes: pairs (old, new) of texts to replace. hooks: functions of tests/hooks that
+    it calls, see tests/hooks/__init__.py.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "utils.py", folder)
@@ -160,8 +174,15 @@ def plant(name, folder, *changes, hooks=()):
     shutil.copy(ROOT / name, script)
     if hooks:
         shutil.copytree(HOOKS, folder / "hooks", dirs_exist_ok=True)
-        names = ", ".join(f'"{hook}"' for hook in hooks)
-        attach = f"import hooks\n\nhooks.attach(globals(), {names})\n\n"
-        changes = (*changes, (ENTRY, f"{attach}{ENTRY}"))
+        calls_of = "\n".join(f"{call_of(hook)}" for hook in hooks)
+        changes = (*changes, (ENTRY, f"{calls_of}\n\n{ENTRY}"))
     edit(script, *changes)
     return script
+
+
+def call_of(hook):
+    """The lines that call a function of tests/hooks from a copy of a script."""
+    if isinstance(hook, str):
+        return f'import hooks\n\nhooks.attach(globals(), "{hook}")'
+    module = hook.__module__.removeprefix("tests.")
+    return f"import {module}\n\n{module}.{hook.__name__}(globals())"

@@ -87,12 +87,14 @@ class Program:
     `torchrun ...`. They run in a fork of this process, as tools/run/warm.py does it.
     real: start it as a shell does, which it takes for any other program, and where a
     start or an end is the claim; a text may say why. merged: its stderr goes to where
-    its stdout goes. env: variables to set; None means not set.
+    its stdout goes. hooks: functions that a fork of a script calls, see `launch`. env:
+    variables to set; None means not set.
     """
 
     running = set()  # those for whose end nobody has waited
 
-    def __init__(self, words, cwd, real=False, merged=False, **env):
+    def __init__(self, words, cwd, real=False, merged=False, hooks=(), **env):
+        assert not (real and hooks)
         words = [str(word) for word in words]
         environment = clean_env(**env)
         # No pipes: a full one blocks, and what a program leaves behind keeps it open.
@@ -119,7 +121,7 @@ class Program:
                 # is started without it.
                 from tools.run import warm
 
-                self.pid = warm.fork(words, cwd, environment, out, err)
+                self.pid = warm.fork(words, cwd, environment, out, err, hooks)
         self.running.add(self)
 
     def poll(self):

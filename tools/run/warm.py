@@ -32,6 +32,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tools.scripts import ROOT, calls
 
+ENTRY = 'if __name__ == "__main__":'
+to_call = []  # the hooks of this fork's script
 FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
@@ -97,7 +99,7 @@ def _start_forks(
 def _spawned(fn, *args):
     """`fn` of the script as a spawned process imports it, or of another module."""
     use_fresh_threads()
-    script = runpy.run_path(sys.argv[0], run_name="__mp_main__")
+    script = execute(sys.argv[0], "__mp_main__")
     return script.get(fn.__name__, fn)(*args)
 
 
@@ -152,15 +154,29 @@ def use_fresh_threads():
 
 def run_main(script, arguments, is_module):
     sys.argv = [str(script), *arguments]
-    if is_module:
+    if is_module and not to_call:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
-    # As Python does it: the path is absolute in tracebacks, and argv has it as typed.
-    main = types.ModuleType("__main__")
-    main.__file__ = os.path.abspath(script)
-    sys.modules["__main__"] = main
-    code = compile(Path(script).read_bytes(), main.__file__, "exec")
-    exec(code, vars(main))
+    if is_module:
+        sys.argv[0] = importlib.util.find_spec(script).origin
+    execute(sys.argv[0], "__main__")
+
+
+def execute(script, name):
+    """Run a script as the module `name`, as Python does; returns its globals.
+
+    The path is absolute in tracebacks, and argv has it as typed.
+    """
+    module = types.ModuleType(name)
+    module.__file__ = os.path.abspath(script)
+    sys.modules[name] = module
+    body, entry, last = Path(script).read_text().partition(f"\n{ENTRY}")
+    exec(compile(body, module.__file__, "exec"), vars(module))
+    for hook in to_call:
+        hook(vars(module))
+    lines_before = "\n" * body.count("\n")
+    exec(compile(lines_before + entry + last, module.__file__, "exec"), vars(module))
+    return vars(module)
 
 
 def uses_fork_server(words, folders):
@@ -185,11 +201,12 @@ def share_a_fork_server():
     forkserver._forkserver.ensure_running = lambda: None
 
 
-def fork(words, cwd, environment, out, err):
+def fork(words, cwd, environment, out, err, hooks):
     """Run `words` in a fork, in a session of its own: the fork's process number.
 
-    out, err: open files for what it prints. Programs are started by
-    tools/run/processes.py, which also waits for their end.
+    out, err: open files for what it prints. hooks: functions that each process of
+    the script calls with the script's globals, before its last block. Programs are
+    started by tools/run/processes.py, which also waits for their end.
     """
     if uses_fork_server(words, [cwd, environment.get("PYTHONPATH", "")]):
         share_a_fork_server()
@@ -202,6 +219,7 @@ def fork(words, cwd, environment, out, err):
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # on Linux
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
+        to_call.extend(hooks)
         become_and_exit(words, cwd, environment)
     return pid
 
