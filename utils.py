@@ -96,7 +96,7 @@ def error(message):
     local_rank = int(os.environ.get("LOCAL_RANK", get_rank()))  # torchrun sets it
     if local_rank > 0:
         time.sleep(5)  # rank 0 mostly prints the same, and the launcher ends this one
-    time.sleep(0.2)  # gloo may crash a process that ends just after an exchange
+    time.sleep(0.2)  # gloo's threads may need Python a moment longer, or they abort it
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -206,9 +206,9 @@ def spawn(main, args, nprocs):
 
     As `torch.multiprocessing.spawn`, without its traceback if a rank called `error`.
     """
-    # If this process is killed, PyTorch has it that the ranks get a SIGINT. But they
-    # inherit how this process treats SIGINT. If a shell has started it with `&`, it
-    # ignores SIGINT, and they would live on. With SIG_DFL, they end.
+    # If this process dies, the ranks get a SIGINT: PyTorch asks Linux for that. But
+    # they inherit how this process treats SIGINT. If a shell has started it with `&`,
+    # it ignores SIGINT, and they would live on. With SIG_DFL, they end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         torch.multiprocessing.spawn(main, args, nprocs)
@@ -282,8 +282,8 @@ def check_optimizer(optimizer, model):
 def check_data(train_set, eval_set, batch_size):
     """End with an error if ranks differ in how much data they have, or have too little.
 
-    batch_size: how many samples a rank takes in a step; a fraction if several ranks
-    share a batch, as where they split layers.
+    batch_size: how many samples a rank takes in a step; a fraction where ranks share a
+    batch, as in variants/tensor_parallel.py.
     """
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
@@ -321,7 +321,10 @@ def sums_of(weights):
 
 
 def check_state(losses, model, optimizer, path):
-    """End with an error, after an epoch, if a snapshot of it would be wrong."""
+    """End with an error, after each epoch, if a snapshot of it would be wrong.
+
+    Also after an epoch that is not saved: you hear of it soon.
+    """
     wrong = what_is_wrong(losses, dict(model.named_parameters()))
     part = unloadable_part([model.state_dict(), optimizer.state_dict()])
     if part is not None:
@@ -353,9 +356,9 @@ def what_is_wrong(losses, weights):
 
     losses: means over all ranks, equal on each rank. weights: {name: parameter}.
     After each step, those of one name should be the same on all ranks that have it.
-    Rounding moves a sum of weights by about 1e-7 of their 2-norm, however many they
-    are. Ranks that are 1e-5 of it apart, a hundred times as much, do not average their
-    gradients.
+    Other devices may round them otherwise, which moves a sum of weights by about 1e-7
+    of their 2-norm, however many they are. Ranks that are 1e-5 of it apart, a hundred
+    times as much, do not average their gradients.
     """
     pairs_of = {}  # {name: [(sum, norm) of each rank that has it]}
     for found in gather(sums_of(weights)):
@@ -411,6 +414,7 @@ def save_atomically(snapshot, path):
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         now = changed_at(path)
         if now and last_seen.get(path, now) != now:  # (never seen: no complaint)
+            # It exits: what it raises, SystemExit, is no Exception.
             error(f"another run saves to {path}, too: this run's is {temporary}")
         os.replace(temporary, path)
         last_seen[path] = changed_at(path)
@@ -474,7 +478,9 @@ def check_snapshot(snapshot, model, optimizer, path):
         error(f"{path} was saved inside an epoch: go on with the script that saved it")
     saved = snapshot["MODEL_STATE"]
     # The order counts: an optimizer's state belongs to parameters by their position.
-    here = model.state_dict(keep_vars=True)  # wrapped layers have other names elsewhere
+    # keep_vars: what is a Parameter stays one. (`named_parameters` has other names for
+    # layers that are wrapped, as to save memory.)
+    here = model.state_dict(keep_vars=True)
     fits = list(saved) == list(here)
     for name, weight in here.items():
         if isinstance(weight, torch.nn.Parameter):
@@ -577,7 +583,8 @@ def forget_meshes(model):
     """Empty the meshes of a split model, the grids of its ranks.
 
     PyTorch's caches keep them, and they keep the process group, whose threads may abort
-    the exit. PyTorch has no call for it. Do not use the model after this.
+    the exit (gloo's, PyTorch 2.11 to 2.14). PyTorch has no call for it. Do not use the
+    model after this.
     """
     for weight in model.parameters():
         if isinstance(weight, DTensor):

@@ -21,6 +21,8 @@ def describe_run(run, corpus, model, replica_size):
     if run.compile:
         compiled = "compiled"
         wait = "\ncompiling: the first step takes a minute, and more on a busy machine"
+    if run.shard:
+        compiled += ", sharded"
     if run.split > 1:
         compiled += f", split over {run.split} ranks"
     return (

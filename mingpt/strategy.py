@@ -79,9 +79,9 @@ class Sharded(Strategy):
         for module in [*model.transformer.h, model]:  # the model takes what is left
             # Only now, so that no device holds the whole model.
             module.to(device)
-            for tensor in [*module.parameters(), *module.buffers()]:
-                if not isinstance(tensor, DTensor):  # it is in no block before
-                    dist.broadcast(tensor.detach(), src=0)  # all start from rank 0's
+            for weight in module.parameters():
+                if not isinstance(weight, DTensor):  # it is in no block before
+                    dist.broadcast(weight.detach(), src=0)  # all start from rank 0's
             fully_shard(module, mesh=mesh, mp_policy=self.policy)
         register_fsdp_forward_method(model, "generate")  # it calls no forward
 

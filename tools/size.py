@@ -47,7 +47,7 @@ LONG = {  # ideas that take more lines, and why
     "variants/diloco.py": 80,  # a second optimizer, and its state
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
-    "variants/sharded_snapshot.py": 72,  # when parts are complete, and whose
+    "variants/sharded_snapshot.py": 73,  # when parts are complete, and whose
     "variants/tensor_parallel.py": 81,  # a plan, and replicas of several ranks
 }
 WORDS = 52_000

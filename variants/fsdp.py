@@ -49,7 +49,7 @@ def shard(model, device):
 
 
 def checksums(path):
-    """Those in the zip file that `torch.save` writes. If they are equal, files are."""
+    """Of the tensors in a snapshot, a zip file: only its table of contents is read."""
     files = zipfile.ZipFile(path).infolist() if os.path.exists(path) else []
     return str([file.CRC for file in files])
 

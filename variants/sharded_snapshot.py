@@ -53,7 +53,7 @@ def shard(model, device):
 
 
 def checksums(path):
-    """Those in the zip file that `torch.save` writes. If they are equal, files are."""
+    """Of the tensors in a snapshot, a zip file: only its table of contents is read."""
     files = zipfile.ZipFile(path).infolist() if os.path.exists(path) else []
     return str([file.CRC for file in files])
 
@@ -92,7 +92,7 @@ class Trainer:
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.saving = None
-        self.folder = None  # of the last snapshot that this run has loaded or completed
+        self.folders = []  # complete ones, to be deleted after the next save
         self._load_snapshot()
         self._load_parts()
 
@@ -183,10 +183,11 @@ class Trainer:
             self.saving = None
             if not all(utils.gather(os.path.exists(f"{self.next_folder}/.metadata"))):
                 utils.error(f"not every rank can see {self.next_folder}")
-            if dist.get_rank() == 0 and self.folder:
-                shutil.rmtree(self.folder)
-            self.folder = self.next_folder
-            self._print(f"saved to {self.folder}")
+            if dist.get_rank() == 0:
+                for folder in self.folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+            self.folders = [self.next_folder]
+            self._print(f"saved to {self.next_folder}")
 
     def _load_snapshot(self):
         snapshot = utils.read_snapshot(self.snapshot_path, mmap=True)
@@ -207,16 +208,16 @@ class Trainer:
 
     def _load_parts(self):
         folders = utils.gather(complete_folders(self.snapshot_path))[0]  # rank 0's
+        self.folders = [*folders.values()]
         epochs = max(folders, default=0)
         if epochs > self.epochs_run:
-            self.folder = folders[epochs]
             parts = self._parts()  # DCP loads into tensors that are there
             names = parts["NAMES"]
-            dcp.load(parts, checkpoint_id=self.folder)
+            dcp.load(parts, checkpoint_id=folders[epochs])
             if parts["NAMES"] != names:
-                utils.error(f"{self.folder} belongs to another model")
+                utils.error(f"{folders[epochs]} belongs to another model")
             saved = parts["OPTIMIZER_STATE"]
-            utils.print_replaced(saved, self.optimizer.state_dict(), self.folder)
+            utils.print_replaced(saved, self.optimizer.state_dict(), folders[epochs])
             set_state_dict(
                 self.model,
                 self.optimizer,

@@ -245,7 +245,7 @@ def train_on_two_hosts(folder, *changes):
 @pytest.mark.waits
 def test_hsdp_sends_less_between_machines(tmp_path):
     """With the lines of the chapter; 2 machines, 2 ranks each, 32 steps."""
-    page = (ROOT / "docs/7_sharding.md").read_text()
+    page = (ROOT / "docs/shard_your_model.md").read_text()
     (code,) = re.findall(r"## Shard inside a machine.*?```python\n(.*?)```", page, re.S)
     one_mesh = re.search(r" +mesh = .*\n", (ROOT / NAME).read_text())[0]
     two_dimensions = indent(code, 4 * " ")

@@ -121,6 +121,8 @@ def test_stopped_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved)
     assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == saved
     resumed = train(NAME, saved + 1, 1, cwd=tmp_path)
     assert f"{saved} of {saved + 1} epochs are finished" in resumed.stdout
+    (complete,) = tmp_path.glob("snapshot.pt.*/.metadata")
+    assert complete.parent.suffixes[-2] == f".{saved + 1}"
 
 
 def change_while_saving(script):

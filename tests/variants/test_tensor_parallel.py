@@ -97,8 +97,8 @@ def test_two_replicas_of_two_ranks(tmp_path):
 @pytest.mark.usefixtures("standin")
 def test_layers_that_stay_whole_go_to_the_device(tmp_path):
     """With foreach=True, the default there, the optimizer would refuse the mixture."""
-    changes = (LAYERS, MORE), ("momentum=0.9", "momentum=0.9, foreach=False")
-    how = {"changes": changes, "hooks": [note_standin], **STANDIN}
+    one_by_one = "momentum=0.9", "momentum=0.9, foreach=False"
+    how = {"changes": [(LAYERS, MORE), one_by_one], "hooks": [note_standin], **STANDIN}
     done = train(NAME, 1, 1, cwd=tmp_path, STANDIN_DEVICES=2, **how)
     assert "2 x standin, " in done.stdout
 

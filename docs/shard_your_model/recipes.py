@@ -1,6 +1,6 @@
 """What works with fully_shard, what raises an error, and what is wrong in silence.
 
-torchrun --standalone --nproc-per-node=2 docs/7_sharding/recipes.py
+torchrun --standalone --nproc-per-node=2 docs/shard_your_model/recipes.py
 """
 
 import torch
