@@ -14,7 +14,8 @@ on one device has no process group. An accelerator is a GPU, of any maker.
 In `main`, each rank calls `set_device` first, because NCCL sends from the device that
 was set. Then it forms the group (`init_process_group`), and after that it may call
 `gather` and the checks, which exchange data. A snapshot is a file with the model, the
-optimizer and how many epochs are finished.
+optimizer and how many epochs are finished. A DTensor is PyTorch's tensor of which each
+rank has a part: only models that ranks split have some, and need the last section.
 """
 
 import argparse
@@ -297,29 +298,6 @@ def check_data(train_set, eval_set, batch_size):
         error(f"too few samples: a step takes {step}, and there are {samples}")
 
 
-def sums_of(weights):
-    """{name: (its sum, its 2-norm)} of those {name: weight} that are trained."""
-    found = {}
-    for name, weight in weights.items():
-        if not weight.requires_grad:
-            continue
-        weight = weight.detach()
-        if weight.is_complex():
-            weight = torch.view_as_real(weight)
-        # In float64, ranks with other numbers of threads get the same sums. A Mac's GPU
-        # has no float64, but it trains alone.
-        dtype = torch.float32 if weight.device.type == "mps" else torch.float64
-        total = weight.sum(dtype=dtype)
-        norm = torch.linalg.vector_norm(weight, dtype=dtype)
-        if isinstance(total, DTensor):  # if ranks split the weight
-            total = total.full_tensor()
-            norm = norm.full_tensor()
-        found[name] = torch.stack([total, norm])
-    # One copy from the device for all
-    pairs = torch.stack([*found.values()]).tolist() if found else []
-    return dict(zip(found, pairs, strict=True))
-
-
 def check_state(losses, model, optimizer, path):
     """End with an error, after each epoch, if a snapshot of it would be wrong.
 
@@ -331,24 +309,6 @@ def check_state(losses, model, optimizer, path):
         wrong = f"no run can load {part!r:.60}"
     if wrong:
         error(f"{wrong}, not saved to {path}")
-
-
-def unloadable_part(value):
-    """The first part of `value` that `torch.load` will surely refuse, or None.
-
-    It loads numbers, text and tensors, but objects of few other classes: not NumPy's
-    numbers, for example. Code that they bring could do harm.
-    """
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        library = type(value).__module__.partition(".")[0]
-        return None if library in ("builtins", "torch") else value
-    for part in value:
-        found = unloadable_part(part)
-        if found is not None:
-            return found
-    return None
 
 
 def what_is_wrong(losses, weights):
@@ -371,12 +331,54 @@ def what_is_wrong(losses, weights):
         sums, norms = zip(*pairs, strict=True)
         if not math.isfinite(sum(sums)):
             return f"{name} has weights that are not finite"
-        # Gradients that add up to 0, as before a softmax, never move the sum.
+        # Sums alone would not do: where gradients add up to 0, as before a softmax,
+        # weights that differ keep equal sums.
         for kind, numbers in (("sums", sums), ("norms", norms)):
             if max(numbers) - min(numbers) > 1e-5 * max(norms):
                 shown = ", ".join(f"{number:.6g}" for number in numbers)
                 return f"{name} differs by rank, {kind} {shown}"
     return ""
+
+
+def sums_of(weights):
+    """{name: (its sum, its 2-norm)} of those {name: weight} that are trained."""
+    found = {}
+    for name, weight in weights.items():
+        if not weight.requires_grad:
+            continue
+        weight = weight.detach()
+        if weight.is_complex():
+            weight = torch.view_as_real(weight)
+        # In float64, ranks with other numbers of threads get the same sums. A Mac's GPU
+        # has no float64, but it trains alone.
+        dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+        total = weight.sum(dtype=dtype)
+        norm = torch.linalg.vector_norm(weight, dtype=dtype)
+        if isinstance(total, DTensor):  # ranks split the weight: all get its whole sum
+            total = total.full_tensor()
+            norm = norm.full_tensor()
+        found[name] = torch.stack([total, norm])
+    # One copy from the device for all
+    pairs = torch.stack([*found.values()]).tolist() if found else []
+    return dict(zip(found, pairs, strict=True))
+
+
+def unloadable_part(value):
+    """The first part of `value` that `torch.load` will surely refuse, or None.
+
+    It loads numbers, text and tensors, but objects of few other classes: not NumPy's
+    numbers, for example. Code that they bring could do harm.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        library = type(value).__module__.partition(".")[0]
+        return None if library in ("builtins", "torch") else value
+    for part in value:
+        found = unloadable_part(part)
+        if found is not None:
+            return found
+    return None
 
 
 # Snapshots
@@ -395,10 +397,11 @@ def changed_at(path):
 def save_atomically(snapshot, path):
     """Write so that a kill at any moment leaves the old snapshot or the new one.
 
-    snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One rank calls
-    it. OSError if the file cannot be written, as on a full disk, or loaded. An error
-    ends the program if another run has saved there since this run read or wrote the
-    file. What is written to the end is never removed.
+    It writes a temporary file, loads it as a test, looks for another run, and renames
+    it to `path`. snapshot: a dict with MODEL_STATE, OPTIMIZER_STATE and EPOCHS_RUN. One
+    rank calls it. OSError if it cannot write, as on a full disk, or cannot load what it
+    has written. An error ends the program if another run has saved there since this run
+    read or wrote the file. What is written to the end is never removed.
     """
     path = os.path.realpath(path)  # if `path` is a link, the file that it leads to
     temporary = temporary_name(path)  # two runs may save at once
@@ -470,8 +473,9 @@ def broadcast_snapshot(path, src):
 def check_snapshot(snapshot, model, optimizer, path):
     """End with an error if `snapshot` does not fit; print the settings it will replace.
 
-    Call it before `load_state_dict`. Buffers may have other shapes, as a table that
-    grows. model: the one inside DDP, which was saved.
+    Call it before `load_state_dict`, which itself complains of another optimizer.
+    Buffers may have other shapes, as a table that grows. model: the one inside DDP,
+    which was saved.
     """
     hint = "choose another --snapshot-path"
     if snapshot.get("SAMPLES_RUN"):  # by variants/preemptible.py
@@ -538,7 +542,7 @@ def progress(epochs_run, total_epochs, path):
     return f"nothing to do: {line}" if epochs_run >= total_epochs else line
 
 
-# For models that ranks split. A DTensor is PyTorch's tensor of which a rank has a part.
+# For models that ranks split, whose weights are DTensors
 
 
 def join_parts(value):

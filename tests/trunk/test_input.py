@@ -262,6 +262,11 @@ model = torch.nn.Linear(2, 1, bias=False)
 model.weight.data = torch.tensor([[1.0 + 1e-4 * rank, -1e-4 * rank]])
 assert told(utils.check_state, [], model, optimizer, "s.pt")
 
+# What counts is the norm: the sum of these weights is 0.
+for apart, is_told in ((1e-7, False), (5e-5, True)):
+    model.weight.data = torch.tensor([[1.0, -1 + apart * rank]])
+    assert told(utils.check_state, [], model, optimizer, "s.pt") == is_told
+
 # A head that differs is not drowned by a table that does not, trained or frozen.
 for frozen in (False, True):
     model = torch.nn.ModuleDict(

@@ -86,6 +86,17 @@ def test_a_link_stays_a_link(tmp_path):
     assert load(tmp_path / "snapshot.pt")["n"].tolist() == [1, 1, 1]
 
 
+def test_another_run_is_seen_through_a_link(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    torch.save({"MODEL_STATE": {}, "OPTIMIZER_STATE": {}}, path)
+    link = tmp_path / "link.pt"
+    link.symlink_to(path)
+    utils.read_snapshot(str(link))
+    os.utime(path, (1, 1))  # as if another run had saved since
+    with pytest.raises(SystemExit):
+        utils.save_atomically({}, str(link))
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_two_runs_do_not_save_to_one_path(runs, tmp_path, found):
     """The first that would replace what the other has saved since ends instead."""

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import types
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.helpers.checks import (
     noted,
     stack,
 )
+from tests.hooks import replace, write
 from tests.hooks.accelerators import one_gpu, strict_as_nccl
 from tests.hooks.models import batch_norm, double, float64, weighted_loss
 from tests.hooks.notes import note_lines
@@ -251,7 +253,35 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
 
 
 # A run of a copy with a line added after each statement of `train`, a model with
-# BatchNorm, a loss that must be moved, and a CPU that is as strict as GPUs are
+# BatchNorm, a loss that must be moved, a CPU that is as strict as GPUs are, and a clock
+# of its own
+
+
+def note_statistics(script):
+    """statistics.RANK.json: BatchNorm's means before the last evaluation."""
+
+    def evaluate(inner, self):
+        write("statistics", self.model[0].running_mean.tolist())
+        return inner(self)
+
+    replace(script["Trainer"], "_evaluate", evaluate)
+
+
+def count_seconds(script):
+    """By the script's clock, a step takes a second, and an evaluation 1000."""
+    seconds = []
+
+    def run_batch(inner, *arguments):
+        seconds.append(1)
+        return inner(*arguments)
+
+    def evaluate(inner, self):
+        seconds.append(1000)
+        return inner(self)
+
+    replace(script["Trainer"], "_run_batch", run_batch)
+    replace(script["Trainer"], "_evaluate", evaluate)
+    script["time"] = types.SimpleNamespace(perf_counter=lambda: sum(seconds))
 
 
 def with_lines_added(text, name):
@@ -286,7 +316,7 @@ def changed(tmp_path_factory):
     def run(name):
         folder = tmp_path_factory.mktemp("changed")
         hooks = [batch_norm, weighted_loss, one_gpu, strict_as_nccl, note_lines]
-        hooks += hooks_to_compare(name)
+        hooks += [note_statistics, count_seconds, *hooks_to_compare(name)]
         changes = []
         if name in OF_THE_TRUNKS_TASK:  # enough samples for some steps
             changes = [("MyTrainDataset(2048)", "MyTrainDataset(256)")]
@@ -325,10 +355,21 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
     norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
     model = torch.nn.Sequential(norm, model)
     model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    first, *_ = noted(folder, "statistics", 2 if name in DISTRIBUTED else 1)
+    assert norm.running_mean.tolist() == pytest.approx(first), "rank 0's are saved"
     model.eval()
     expected = loss_fn(model(source), targets).item()
     _, held_out_loss = losses(done)[-1]
     assert held_out_loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_speed_is_that_of_the_training(changed, name):
+    """Without the evaluation: 1 s for each step, by the clock of `count_seconds`."""
+    _, done, _, _ = changed(name)
+    (steps, samples) = re.search(r"(\d+) steps per epoch, (\d+)", done.stdout).groups()
+    speed = f"{int(samples) / int(steps):,.0f}"
+    assert re.findall(r"\| (\S+) samples/s", done.stdout) == [speed, speed]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
