@@ -59,13 +59,13 @@ def checksums(path):
 
 
 def complete_folders(path):
-    """{epochs: folder} of the snapshots at `path`. DCP writes .metadata last."""
-    found = {}
+    """[(epochs, folder)] of the snapshots at `path`. DCP writes .metadata last."""
+    found = []
     for metadata in glob.glob(f"{glob.escape(path)}.*.????????/.metadata"):
         folder = os.path.dirname(metadata)
         epochs = folder[len(path) + 1 : -9]  # before the mark of eight digits
         if epochs.isdecimal():
-            found[int(epochs)] = folder
+            found.append((int(epochs), folder))
     return found
 
 
@@ -165,7 +165,7 @@ class Trainer:
     def _parts(self):
         """This rank's parts, by names that do not depend on the number of ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        names = str([*model])
+        names = [*model]
         return {"MODEL_STATE": model, "OPTIMIZER_STATE": optimizer, "NAMES": names}
 
     def _save_snapshot(self):
@@ -208,16 +208,16 @@ class Trainer:
 
     def _load_parts(self):
         folders = utils.gather(complete_folders(self.snapshot_path))[0]  # rank 0's
-        self.folders = [*folders.values()]
-        epochs = max(folders, default=0)
+        self.folders = [folder for _, folder in folders]
+        epochs, newest = max(folders, default=(0, None))
         if epochs > self.epochs_run:
             parts = self._parts()  # DCP loads into tensors that are there
             names = parts["NAMES"]
-            dcp.load(parts, checkpoint_id=folders[epochs])
+            dcp.load(parts, checkpoint_id=newest)
             if parts["NAMES"] != names:
-                utils.error(f"{folders[epochs]} belongs to another model")
+                utils.error(f"{newest} belongs to another model")
             saved = parts["OPTIMIZER_STATE"]
-            utils.print_replaced(saved, self.optimizer.state_dict(), folders[epochs])
+            utils.print_replaced(saved, self.optimizer.state_dict(), newest)
             set_state_dict(
                 self.model,
                 self.optimizer,

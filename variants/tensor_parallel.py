@@ -51,13 +51,14 @@ def split_layers(model, device, split):
 
 
 def average_gradients(model, group):
-    """Over the replicas, as DDP does. Each rank has its part of the gradients."""
+    """Over `group`, the ranks with the same part, or over all, as DDP does."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            grad = parameter.grad
+            grad, ranks = parameter.grad, None  # all, if this one has the whole weight
             if isinstance(parameter, DTensor):
+                ranks = group if parameter.placements[0].is_shard() else None
                 grad = grad.to_local()
-            dist.all_reduce(grad, dist.ReduceOp.AVG, group)
+            dist.all_reduce(grad, dist.ReduceOp.AVG, ranks)
 
 
 class Trainer:
@@ -198,7 +199,7 @@ def load_train_objs():
 
 def make_optimizer(model):
     """Your optimizer goes here, for all parameters. They are on the device by now."""
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
 
 
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
@@ -224,8 +225,7 @@ def main(args):
     counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
     utils.check_optimizer(optimizer, model)
-    share = args.batch_size / args.split  # the ranks of a replica share a batch
-    utils.check_data(train_set, eval_set, share)
+    utils.check_data(train_set, eval_set, args.batch_size / args.split)
     # Whole batches only, so that every step averages over equally many samples.
     sampler = torch.utils.data.DistributedSampler(
         train_set, num_replicas=replicas, rank=replica, drop_last=True

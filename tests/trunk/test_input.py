@@ -4,7 +4,6 @@ import collections
 import os
 import pathlib
 import pickle
-import re
 import types
 
 import numpy
@@ -14,7 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
 
 import utils
 from tests.helpers.checks import help_of
-from tools.run.launch import launch, plant, run_script, train
+from tools.run.launch import launch, run_script, train
 from tools.run.processes import Program
 from tools.run.results import load
 from tools.scripts import ROOT
@@ -51,43 +50,6 @@ def line_of(capsys):
     return get
 
 
-def files(folder):
-    """{name: content}"""
-    paths = [path for path in folder.iterdir() if path.is_file()]
-    return {path.name: path.read_bytes() for path in paths}
-
-
-def refused(name, folder, *args, script=None, **env):
-    """The one line on stderr with which a script refuses to run."""
-    before = files(folder)
-    done = run_script(script or ROOT / name, *args, cwd=folder, **env)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert not done.stdout
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert files(folder) == before
-    start = f"{os.path.basename(name)}: error: "
-    assert done.stderr.startswith(start)
-    return done.stderr.removeprefix(start).strip()
-
-
-def refused_in_a_rank(name, folder, *args, script=None):
-    """The same of a script that is started as one starts it. torchrun adds a report."""
-    before = files(folder)
-    done = launch(script or ROOT / name, *args, cwd=folder, real="")
-    assert files(folder) == before
-    assert not done.stdout
-    if name == "multinode.py":
-        assert done.returncode == 1
-        assert "exitcode  : 2 " in done.stderr.split("Root Cause")[1]
-    else:
-        assert done.returncode == 2
-        # PyTorch tells of a rank that ends later.
-        lines = re.sub("(?m)^.*Terminating process.*\n", "", done.stderr)
-        assert lines.count("\n") == 1, lines
-    (line,) = re.findall(rf"(?m)^{name}: error: (.+)$", done.stderr)
-    return line
-
-
 # The command line
 
 
@@ -122,15 +84,20 @@ def test_help(name, tmp_path):
 
 
 def test_multinode_without_torchrun_says_what_to_type(tmp_path):
-    line = refused("multinode.py", tmp_path, 5, 1)
-    assert line == "no 'RANK': start this script with torchrun, as --help shows"
+    done = run_script(ROOT / "multinode.py", 5, 1, cwd=tmp_path)
+    line = "no 'RANK': start this script with torchrun, as --help shows"
+    assert done == (2, "", f"multinode.py: error: {line}\n")
+    assert not os.listdir(tmp_path)
 
 
 def test_torchrun_does_not_start_what_python_starts(tmp_path, monkeypatch):
     """Two processes would train, each for itself, and save to one path."""
     for name in ("single_gpu.py", "multigpu.py"):
-        line = refused(name, tmp_path, 5, 1, TORCHELASTIC_RUN_ID="run")
-        assert line == "start this script with python, not with torchrun"
+        how = {"cwd": tmp_path, "TORCHELASTIC_RUN_ID": "run"}
+        done = run_script(ROOT / name, 5, 1, **how)
+        line = "start this script with python, not with torchrun"
+        assert done == (2, "", f"{name}: error: {line}\n")
+    assert not os.listdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     utils.make_parser(None)  # of a copy without a docstring nobody can tell
 
@@ -347,8 +314,7 @@ def test_the_parent_loads_no_data(tmp_path):
     """Each rank loads it once: with real data, more costs minutes and gigabytes."""
     line = "    train_set = utils.MyTrainDataset(2048)\n"
     note = "    open(f'{__name__}.{utils.os.getpid()}', 'x')\n"
-    script = plant("multigpu.py", tmp_path / "copy", (line, line + note))
-    train(script, 1, 1, cwd=tmp_path)
+    train("multigpu.py", 1, 1, cwd=tmp_path, changes=[(line, line + note)])
     loaded = [path.stem for path in tmp_path.glob("__*")]
     assert loaded == ["__mp_main__"] * 2
 
@@ -380,8 +346,14 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     snapshot = load(path)
     snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
     torch.save(snapshot, path)
-    line = refused_in_a_rank(name, path.parent, 9, 1)
-    assert line.startswith("snapshot.pt belongs to another model: choose another --")
+    before = path.read_bytes()
+    done = launch(name, 9, 1, cwd=path.parent, real="")
+    line = "snapshot.pt belongs to another model: choose another --snapshot-path"
+    # torchrun adds a report, and PyTorch tells of a rank that ends later.
+    assert done.stderr.count(f"{name}: error: {line}\n") == 1
+    assert done.returncode == (1 if name == "multinode.py" else 2)
+    assert not done.stdout
+    assert path.read_bytes() == before
 
 
 def check(saved, mine, model=None):

@@ -37,6 +37,8 @@ def put_together(folder):
         for name in group["params"]:
             numbers[name] = len(numbers)
         group["params"] = [numbers[name] for name in group["params"]]
+    order = snapshot.pop("NAMES")  # without which buffers would be the last
+    snapshot["MODEL_STATE"] = {name: snapshot["MODEL_STATE"][name] for name in order}
     state = optimizer["state"]
     optimizer["state"] = {numbers[name]: state[name] for name in state}
     return snapshot
