@@ -2,17 +2,17 @@
 
 import math
 import re
-import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.conftest import once
-from tests.helpers.checks import import_script, noted, stack
-from tests.helpers.forked import in_a_fork
-from tools.run.launch import command, environment, objects_of, plant, run_script
-from tools.run.processes import Program
+from tests.helpers.checks import import_script, stack
+from tests.helpers.own_disks import launch_on_own_disks
+from tests.hooks import replace
+from tests.hooks.models import float64
+from tools.run.launch import objects_of, plant, run_script
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
 
@@ -48,95 +48,67 @@ def test_gather_has_static_methods():
 # Nodes and their processes
 
 
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory):
-    """`two_nodes()`: (folder, Done of the first node) of two nodes with two ranks each.
+def hold_out_three(script):
+    def load_train_objs(inner):
+        train_set, eval_set, *rest = inner()
+        return train_set, eval_set[:3], *rest
 
-    One epoch in float64. A node takes 24 samples a step. Three samples are held out, so
-    that one rank has none.
+    replace(script, "load_train_objs", load_train_objs)
+
+
+def print_group(script):
+    """Each rank prints the ranks with which it gathers, and how long it waits."""
+
+    def train(inner, self, *arguments):
+        ranks = dist.get_process_group_ranks(self.node)
+        options = self.node._get_backend(self.device).options
+        print(f"group {ranks} waits {options._timeout.total_seconds():g} s")
+        inner(self, *arguments)
+
+    replace(script["Trainer"], "train", train)
+
+
+def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
+    """(what each rank prints, weights, losses) of an epoch in float64.
+
+    Three samples are held out, so that one of four ranks has none. Each node has
+    `nprocs` ranks with torchrun's own variables.
     """
-
-    @once
-    def run():
-        folder = tmp_path_factory.mktemp("trained")
-        return folder, trained(folder, 2, 2)
-
-    return run
-
-
-def trained(folder, nodes, nprocs, *changes):
-    """Done of the first node. Each node has a torchrun of its own."""
-    script = plant(NAME, folder / "copy", *changes, hooks=["ddp2", "models:float64"])
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        port = any_free.getsockname()[1]
-    words = command(script, 1, 1, "--batch-size", 24 // nprocs, nprocs=nprocs)
-    words.remove("--standalone")
-    start, *rest = words
-    start = [start, f"--nnodes={nodes}", "--master-addr=localhost"]
-    start.append(f"--master-port={port}")
-    forks = []
-    for node in range(nodes):
-        words = [*start, f"--node-rank={node}", *rest]
-        forks.append(Program(words, folder, **environment(script, {})))
-    done = [fork.finish() for fork in forks]
-    for node in done:
-        assert node.returncode == 0, done
-    return done[0]
+    env = {
+        "GROUP_WORLD_SIZE": nodes,
+        "LOCAL_WORLD_SIZE": nprocs,
+        "OMP_NUM_THREADS": 1,
+    }
+    options = ("--batch-size", batch_size)
+    hooks = [hold_out_three, float64, print_group]
+    how = {"cwd": folder, "nprocs": nodes * nprocs, "hooks": hooks, **env}
+    ranks = launch_on_own_disks(script, 1, 1, *options, **how)
+    for rank in ranks:
+        assert rank.returncode == 0, rank.stderr
+    printed = [rank.stdout for rank in ranks]
+    return printed, weights(folder / "0" / "snapshot.pt"), losses(ranks[0])
 
 
-@in_a_fork
-def assert_as_by_hand(folder, done, nodes, batch_size):
-    """It ends as an epoch in one process, with nothing to gather: here.
-
-    The loss is the mean over the batches that one process on each node would take.
-    """
-    train_set, eval_set, model, loss_fn, optimizer = objects_of(NAME)
-    source, targets = stack([*train_set, *eval_set])
-    source = source.double()
-    model.double()
-    order = torch.randperm(2048, generator=torch.Generator().manual_seed(0))
-    size = nodes * batch_size
-    train_losses = []
-    for step in range(2048 // size):
-        samples = order[size * step : size * (step + 1)]
-        loss = 0
-        for node in range(nodes):
-            batch = samples[node::nodes]  # as the sampler deals them
-            loss += loss_fn(model(source[batch]), targets[batch]) / nodes
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        train_losses.append(loss.item())
-    found = weights(folder / "snapshot.pt")
-    state = model.state_dict().values()
-    expected = torch.cat([tensor.flatten() for tensor in state])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    held_out_loss = loss_fn(model(source[2048:2051]), targets[2048:2051]).item()
-    train_loss = sum(train_losses) / len(train_losses)
-    expected = pytest.approx((train_loss, held_out_loss), abs=1e-6)
-    assert losses(done) == [expected]
-
-
-def test_a_node_trains_as_one_process_with_its_batch(two_nodes):
+def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     """With the temperature, which is one of the parameters."""
-    folder, done = two_nodes()
-    assert_as_by_hand(folder, done, nodes=2, batch_size=24)
+    printed, *found = trained_on(tmp_path / "two", nodes=2, nprocs=2, batch_size=12)
+    _, *expected = trained_on(tmp_path / "one", nodes=2, nprocs=1, batch_size=24)
+    assert len(found[1]) == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for rank in range(4):
+        group = [0, 1] if rank < 2 else [2, 3]
+        assert f"group {group} waits 300 s" in printed[rank]
 
 
 @pytest.mark.waits
 def test_all_nodes_can_compare_together(tmp_path):
     """If the group has all ranks, 4 ranks on 2 nodes train as one process."""
-    change = "new_subgroups(nprocs, ", "new_subgroups(world_size, "
-    done = trained(tmp_path, 2, 2, change)
-    assert_as_by_hand(tmp_path, done, nodes=1, batch_size=48)
-
-
-def test_the_ranks_of_a_node_and_how_long_they_wait(two_nodes):
-    folder, _ = two_nodes()
-    first = [[0, 1], 300]
-    second = [[2, 3], 300]
-    assert noted(folder, ranks=4) == [first, first, second, second]
+    change = ("new_subgroups(nprocs, ", "new_subgroups(world_size, ")
+    copy = plant(NAME, tmp_path / "copy", change)
+    _, *found = trained_on(tmp_path / "four", 2, 2, batch_size=12, script=copy)
+    _, *expected = trained_on(tmp_path / "one", 1, 1, batch_size=48)
+    assert len(found[1]) == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.waits
@@ -145,13 +117,17 @@ def test_retrieval_is_among_all_held_out_points(runs):
     folder, done = runs(NAME)
     _, on_one_rank = runs(NAME, 1)
     assert accuracies(done) == accuracies(on_one_rank)
-    _, eval_set, model, *_ = objects_of(NAME)
+    _, eval_set, model, loss_fn, _ = objects_of(NAME)
     model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
-    source, _ = stack(eval_set)
+    source, targets = stack(eval_set)
     first, second = F.normalize(model.linear(source), dim=-1).unbind(1)
     nearest = torch.cdist(first, second).argmin(1)
     accuracy = (nearest == torch.arange(512)).double().mean().item()
-    assert accuracies(done)[-1] == pytest.approx(accuracy, abs=1e-6)
+    _, held_out_loss = losses(done)[-1]
+    expected = loss_fn(model(source), targets).item()
+    assert (held_out_loss, accuracies(done)[-1]) == pytest.approx(
+        (expected, accuracy), abs=1e-6
+    )
     assert 0.5 < accuracy < 1
 
 
