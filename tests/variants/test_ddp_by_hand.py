@@ -19,7 +19,7 @@ UNUSED = ("Parallel(self.model)", "Parallel(self.model, find_unused_parameters=T
 
 
 class Odd(torch.nn.Module):
-    """Frozen and tied weights, two dtypes, memory in other orders, unused parameters.
+    """Frozen weights, two dtypes, memory in other orders, unused parameters.
 
     One sample in 80 uses `rare`: in most steps some ranks do, or none. It fills the
     first bucket, so that a rank which does not wait for it sends in another order.
@@ -29,8 +29,6 @@ class Odd(torch.nn.Module):
         super().__init__()
         self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
         self.first = torch.nn.Linear(20, 20)
-        self.tied = torch.nn.Linear(20, 20)
-        self.tied.weight = self.first.weight
         self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
         self.last = torch.nn.Linear(20, 1).double()
         self.never = torch.nn.Parameter(torch.randn(20))
@@ -38,8 +36,7 @@ class Odd(torch.nn.Module):
         self.rare = torch.nn.Linear(20, 26)
 
     def forward(self, source):
-        hidden = self.first(self.frozen(source))
-        hidden = self.tied(torch.tanh(hidden)) * self.scale
+        hidden = torch.tanh(self.first(self.frozen(source))) * self.scale
         images = source.view(-1, 5, 2, 2)
         hidden = hidden + self.conv(images).flatten(1)
         rare = source[:, :1] > 2.25
@@ -130,9 +127,8 @@ def messages(name, folder, *options, changes=()):
 
     The model has eight layers of 420 weights, and a last one of 21.
     """
-    options = ("--batch-size", 1024, *options)
     how = {"own_options": False, "changes": [(LINEAR, DEEP), *changes]}
-    train(name, 2, 2, *options, cwd=folder, hooks=[note_messages], **how)
+    train(name, 1, 1, *options, cwd=folder, hooks=[note_messages], **how)
     events, _ = noted(folder, "messages")
     sizes = [event for event in events if isinstance(event, int)]
     while events.pop() != "computed":  # the first layer, whose backward is the last

@@ -3,16 +3,15 @@
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.helpers.checks import help_of, stack
+from tests.helpers.checks import help_of
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import objects_of, train
 from tools.run.results import load, losses, same_bits, weights
 
 NAME = "variants/diloco.py"
 OPTIONS = ("--local-steps", 5, "--outer-lr", 0.7, "--outer-momentum", 0.9)
-BATCH = 32
 SEED = ("utils.seed(0)", "torch.manual_seed(utils.torchrun_env()[0])")
 LINEAR = "model = torch.nn.Linear(20, 1)"
 DEEP = "nn = torch.nn; model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 1))"
@@ -22,28 +21,25 @@ DEEP = "nn = torch.nn; model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 1)
 def weights_after(ranks_by_epoch):
     """What these epochs end with, here. The outer optimizer is torch.optim's."""
     train_set, _, model, loss_fn, _ = objects_of(NAME)
-    source, targets = stack(train_set)
     start = parameters_to_vector(model.parameters()).detach()
     outer = torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
     momentum = torch.zeros_like(start)
     for epoch, ranks in enumerate(ranks_by_epoch):
-        orders = []
+        loaders = []
         for rank in range(ranks):
             sampler = DistributedSampler(train_set, ranks, rank, drop_last=True)
             sampler.set_epoch(epoch)
-            orders.append(list(sampler))
-        steps = len(orders[0]) // BATCH
+            loaders.append(DataLoader(train_set, 32, sampler=sampler))
         weights = [start] * ranks
         momenta = [momentum] * ranks
-        for step in range(1, steps + 1):
-            for rank, order in enumerate(orders):
-                samples = order[BATCH * (step - 1) : BATCH * step]
+        for step, batches in enumerate(zip(*loaders, strict=True), start=1):
+            for rank, (source, targets) in enumerate(batches):
                 weight = weights[rank].clone().requires_grad_()
-                output = source[samples] @ weight[:-1, None] + weight[-1]
-                loss_fn(output, targets[samples]).backward()
+                output = source @ weight[:-1, None] + weight[-1]
+                loss_fn(output, targets).backward()
                 momenta[rank] = 0.9 * momenta[rank] + weight.grad
                 weights[rank] = weight.detach() - 0.001 * momenta[rank]
-            if step % 5 == 0 or step == steps:
+            if step % 5 == 0 or step == len(loaders[0]):
                 start.grad = start - torch.stack(weights).mean(0)
                 outer.step()
                 weights = [start] * ranks

