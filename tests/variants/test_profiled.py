@@ -164,8 +164,10 @@ def test_each_rank_has_a_trace_with_the_parts(profiled):
         trace = json.loads((folder / f"my.{rank}.json").read_text())
         assert trace["distributedInfo"]["rank"] == rank
         for part, slept in SLEEPS.items():
-            events = [its for its in trace["traceEvents"] if its["name"] == part]
-            took = [event.get("dur", 0) / 1e3 for event in events]  # ms
+            took = []  # ms
+            for event in trace["traceEvents"]:
+                if event["name"] == part and "dur" in event:
+                    took.append(event["dur"] / 1e3)
             assert sum(ms >= slept for ms in took) >= 5, (part, took)
 
 

@@ -303,7 +303,8 @@ def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
     loop = make_loop()
     loop.world_size = world_size
     found = []
-    for loop.rank in range(world_size):
+    for rank in range(world_size):
+        loop.rank = rank
         found += [batch.tolist() for batch in loop._share_out(loader)]
     assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
