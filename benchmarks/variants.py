@@ -16,17 +16,18 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 import utils
-from benchmarks import report
+from benchmarks import measured_epoch, report
 from tools.run import launch
 from tools.run.hosts import Hosts, why_not
 from tools.run.processes import end_all
-from tools.scripts import SCRIPTS, variants
+from tools.scripts import ROOT, SCRIPTS, variants
 
 WIDTH = 512  # of the model's hidden layers
 NPROCS = 2  # if the script runs in several
@@ -56,35 +57,38 @@ class Edge:
         self.env = {"NETWORKS": " ".join(networks), "WIDTH": WIDTH}
         if networks:
             self.env["GLOO_SOCKET_IFNAME"] = "eth0" if len(networks) > 1 else "lo"
-        self.own_task = launch.task_of(name) == name
-        if self.own_task:  # the parent trains it as well, and finds it here
-            launch.plant(name, folder / "parent")
-        hooks = "measured_epoch", "measured_epoch:its_plan"
-        self.scripts = {
-            script: launch.plant(script, folder / side, hooks=hooks)
-            for side, script in (("parent", self.parent), ("variant", name))
+        self.own_task = launch.task_of(name) == name  # the parent trains it as well
+        self.sides = {
+            self.parent: folder / "parent",
+            name: folder / "variant",
         }
 
     def run(self, script, samples, batch_size, *options, memory=False, **env):
-        """The figures of a run, as tests/hooks/measured_epoch.py explains them.
+        """The figures of a run, as measured_epoch.py explains them.
 
         They are the mean of all ranks; seconds and memory are those of the worst.
         samples: of an epoch. memory: on a CPU, run again to measure its peak.
         """
-        copy = self.scripts[script]
-        folder = launch.home(copy)
+        folder = self.sides[script]
         if self.own_task and script == self.parent:
             env["TASK"] = self.name.removesuffix(".py").replace("/", ".")
         for file in folder.glob("measured.*.json"):
             file.unlink()
         words = [2, 2, "--device", self.device, "--batch-size", batch_size, *options]
+        real = "" if self.device == "cpu" else "a fork cannot use an accelerator"
+        if real:  # what a copy of the script imports
+            copy = folder / "copy"
+            ours = ROOT / "benchmarks"
+            shutil.copytree(ours, copy / "benchmarks", dirs_exist_ok=True)
+            launch.plant(self.name, copy)
         done = launch.launch(
-            copy,
+            script,
             *words,
             cwd=folder,
-            real="" if self.device == "cpu" else "a fork cannot use an accelerator",
+            real=real,
             nprocs=self.nprocs,
             own_options=False,
+            hooks=[measured_epoch.measure, measured_epoch.cut_layers],
             timeout_s=TIMEOUT_S,
             **{**self.env, **env, "TRAIN_SAMPLES": samples},
         )

@@ -1,8 +1,6 @@
 """data_parallel.py: what can be seen of DataParallel where there is no GPU."""
 
 import inspect
-import json
-import re
 import threading
 import types
 
@@ -11,8 +9,10 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import parallel_apply
 
-from tests.helpers.checks import import_script
-from tools.run.launch import launch, plant, run_script, train
+from tests.helpers.checks import import_script, noted
+from tests.hooks import replace, write
+from tests.hooks.accelerators import one_gpu
+from tools.run.launch import launch, run_script, train
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
 
@@ -20,33 +20,47 @@ NAME = "variants/data_parallel.py"
 PASSES = "DataParallel passes each batch through: it uses 0 CUDA GPUs"
 
 
-def noted(folder):
-    """What tests/hooks/data_parallel.py has noted."""
-    return json.loads((folder / "noted.json").read_text())
-
-
 # The script
+
+
+def note_batches(script):
+    """noted.0.json: the class of the wrapper, and the samples of what passes through.
+
+    "wrapped": of each batch that `dp_model` gets. "calls": of each that the model gets,
+    or a copy of it on another GPU.
+    """
+
+    def note(sizes):
+        return lambda _, inputs: sizes.append(len(inputs[0]))
+
+    def train(inner, self, *arguments):
+        facts = {"wrapper": type(self.dp_model).__name__, "wrapped": [], "calls": []}
+        self.dp_model.register_forward_pre_hook(note(facts["wrapped"]))
+        # DataParallel copies the model with its hooks.
+        self.model.register_forward_pre_hook(note(facts["calls"]))
+        inner(self, *arguments)
+        write("noted", facts)
+
+    replace(script["Trainer"], "train", train)
 
 
 def test_every_batch_goes_through_the_wrapper(tmp_path):
     """Also those of the evaluation. Without a GPU, the model gets them as they are."""
-    script = plant(NAME, tmp_path / "copy", hooks=["data_parallel"])
-    done = train(script, 1, 1, "--batch-size", 60, cwd=tmp_path)
+    options = ("--batch-size", 60)
+    done = train(NAME, 1, 1, *options, cwd=tmp_path, hooks=[note_batches])
     assert done.stdout.splitlines()[2] == PASSES
-    seen = noted(tmp_path)
+    (seen,) = noted(tmp_path, ranks=1)
     assert seen["wrapper"] == "DataParallel"
-    assert seen["train"] == [60] * 34
-    assert seen["eval"] == [60] * 8 + [32]
-    assert seen["calls"] == [["cpu", size] for size in seen["train"] + seen["eval"]]
+    assert seen["wrapped"] == seen["calls"] == [60] * 34 + [60] * 8 + [32]
 
 
 def test_on_the_cpu_it_leaves_the_gpus_alone(tmp_path):
     """DataParallel would take them, and refuse a model that is on the CPU."""
-    hooks = ["accelerators:one_gpu", "data_parallel"]
-    script = plant(NAME, tmp_path / "copy", hooks=hooks)
-    done = train(script, 1, 1, "--device", "cpu", cwd=tmp_path)
+    hooks = [one_gpu, note_batches]
+    done = train(NAME, 1, 1, "--device", "cpu", cwd=tmp_path, hooks=hooks)
     assert done.stdout.splitlines()[2] == PASSES
-    assert noted(tmp_path)["wrapper"] == "Linear"
+    (seen,) = noted(tmp_path, ranks=1)
+    assert seen["wrapper"] == "Linear"
 
 
 @pytest.mark.parametrize(
@@ -71,15 +85,15 @@ def test_the_line_for_gpus(count, batch, line):
 def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(runs, tmp_path):
     """Then the run resumes bit for bit. The line that strips them is the page's."""
     wrap = "self.dp_model = torch.nn.DataParallel(self.model)"
-    older = plant(NAME, tmp_path / "copy", (wrap, f"self.model = {wrap}"))
-    train(older, 2, 2, "--batch-size", 64, cwd=tmp_path)
-    done = launch(ROOT / NAME, 5, 2, cwd=tmp_path, real="")
+    older = (wrap, f"self.model = {wrap}")
+    train(NAME, 2, 2, "--batch-size", 64, cwd=tmp_path, changes=[older])
+    done = launch(NAME, 5, 2, cwd=tmp_path, real="")
     assert done.returncode == 2
     assert "snapshot.pt belongs to another model: choose" in done.stderr
     snapshot = load(tmp_path / "snapshot.pt")
     consume_prefix_in_state_dict_if_present(snapshot["MODEL_STATE"], "module.")
     torch.save(snapshot, tmp_path / "snapshot.pt")
-    done = train(ROOT / NAME, 5, 2, "--batch-size", 64, cwd=tmp_path)
+    done = train(NAME, 5, 2, "--batch-size", 64, cwd=tmp_path)
     assert len(losses(done)) == 3
     undisturbed, _ = runs(NAME)
     mine = load(tmp_path / "snapshot.pt")
@@ -89,27 +103,17 @@ def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(runs, tm
 # The loss, outside of the model and inside
 
 
-def numbers(line):
-    """Those in a line that the script of the page prints."""
-    return [float(text) for text in re.findall(r"[\d.]+", line)]
-
-
-@pytest.mark.parametrize(("batch", "gpus"), [(10, 4), (32, 4)])
-def test_a_loss_inside_is_another_one_if_the_pieces_differ(tmp_path, batch, gpus):
+@pytest.mark.parametrize(
+    ("batch", "sizes", "percent"), [(10, "3 3 3 1", "18.4"), (32, "8 8 8 8", "0.0")]
+)
+def test_a_loss_inside_is_another_one_if_the_pieces_differ(
+    tmp_path, batch, sizes, percent
+):
     """With equal pieces it is the same: this is why nobody notices."""
     script = ROOT / "docs/data_parallel/loss_inside.py"
-    done = run_script(script, batch, gpus, cwd=tmp_path)
-    rows = [numbers(line) for line in done.stdout.splitlines()]
-    sizes, losses_of_pieces, (outside,), (inside,), (apart_percent,) = rows
-    loss_sum = 0
-    for size, loss in zip(sizes, losses_of_pieces, strict=True):
-        loss_sum += size * loss
-    assert outside == pytest.approx(loss_sum / batch, abs=2e-6)
-    mean = sum(losses_of_pieces) / len(losses_of_pieces)
-    assert inside == pytest.approx(mean, abs=2e-6)
-    pieces_are_equal = sizes[0] == sizes[-1]
-    assert (abs(inside - outside) < 2e-6) == pieces_are_equal
-    assert (apart_percent == 0) == pieces_are_equal
+    first, *_, last = run_script(script, batch, 4, cwd=tmp_path).stdout.splitlines()
+    assert first == f"samples on each GPU: {sizes}"
+    assert last == f"the gradients differ by {percent}%"
 
 
 # What was not run

@@ -2,140 +2,162 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from tests.conftest import once
 from tests.helpers.checks import help_of, noted
-from tools.run.launch import launch, plant, run_script, train
+from tests.hooks import replace, write
+from tools.run.launch import launch, run_script, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
 
 NAME = "variants/ddp_by_hand.py"
 PARENT = "multigpu.py"
 SMALL = ("2**20", "2**11")  # --bucket-mb 1 means 2 kB: several buckets of a small model
+BUCKETS = ("--bucket-mb", 1)
 UNUSED = ("Parallel(self.model)", "Parallel(self.model, find_unused_parameters=True)")
-WAYS = [pytest.param((), id="plain"), pytest.param(("--bucket-mb", 1), id="buckets")]
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    """`odd(name, nprocs, options, *changes)`: the snapshot of an odd model."""
+class Odd(torch.nn.Module):
+    """Frozen weights, two dtypes, memory in other orders, unused parameters.
 
-    @once
-    def run(name, nprocs, options, *changes):
-        folder = tmp_path_factory.mktemp("odd")
-        script = plant(name, folder / "copy", *changes, hooks=["ddp_by_hand:odd"])
-        options = ("--batch-size", 66 // nprocs, *options)
-        done = train(
-            script, 2, 2, *options, cwd=folder, nprocs=nprocs, own_options=False
-        )
-        return load(folder / "snapshot.pt"), losses(done)
+    One sample in 80 uses `rare`: in most steps some ranks do, or none. It fills the
+    first bucket, so that a rank which does not wait for it sends in another order.
+    """
 
-    return run
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
+        self.first = torch.nn.Linear(20, 20)
+        self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
+        self.last = torch.nn.Linear(20, 1).double()
+        self.never = torch.nn.Parameter(torch.randn(20))
+        self.register_buffer("scale", torch.rand(20))
+        self.rare = torch.nn.Linear(20, 26)
+
+    def forward(self, source):
+        hidden = torch.tanh(self.first(self.frozen(source))) * self.scale
+        images = source.view(-1, 5, 2, 2)
+        hidden = hidden + self.conv(images).flatten(1)
+        rare = source[:, :1] > 2.25
+        if rare.any():
+            hidden = hidden + rare * self.rare(source).mean(1, keepdim=True)
+        return self.last(hidden.double()).float()
+
+
+def train_odd(script):
+    """It begins with other numbers on each rank, and with the same on rank 0."""
+    rank = 0
+
+    def main(inner, *arguments):
+        nonlocal rank
+        if len(arguments) > 1:  # main(rank, ...), and not main(args)
+            rank = arguments[0]
+        inner(*arguments)
+
+    def load_train_objs(inner):
+        train_set, eval_set, _, loss_fn = inner()
+        torch.manual_seed(rank)
+        return train_set, eval_set, Odd(), loss_fn
+
+    def make_optimizer(model):
+        weights = model.parameters()
+        return torch.optim.AdamW(weights, lr=0.01, weight_decay=0.1, fused=True)
+
+    replace(script, "main", main)
+    replace(script, "load_train_objs", load_train_objs)
+    script["make_optimizer"] = make_optimizer
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
-@pytest.mark.parametrize("options", WAYS)
-def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(odd, options, nprocs):
-    """Frozen, tied, in two dtypes, used by some ranks or by none: hooks/ddp_by_hand.py.
+def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(tmp_path):
+    """On three ranks, in both ways. `Odd` and `train_odd` say what is odd."""
 
-    The ranks begin with other weights and buffers.
-    """
-    mine = odd(NAME, nprocs, options, SMALL)
-    ddp = odd(PARENT, nprocs, (), UNUSED)
-    alone = odd("single_gpu.py", 1, ())
-    torch.testing.assert_close(mine, ddp, rtol=0, atol=2e-6)
-    torch.testing.assert_close(mine, alone, rtol=0, atol=5e-6)
+    def trained(way, name, batch_size, *options, changes=()):
+        folder = tmp_path / way
+        options = ("--batch-size", batch_size, *options)
+        how = {"nprocs": 3, "own_options": False, "changes": changes}
+        done = train(name, 2, 2, *options, cwd=folder, hooks=[train_odd], **how)
+        return load(folder / "snapshot.pt"), losses(done)
+
+    alone = trained("alone", "single_gpu.py", 66)
+    ddp = trained("ddp", PARENT, 22, changes=[UNUSED])
+    plain = trained("plain", NAME, 22)
+    in_buckets = trained("buckets", NAME, 22, *BUCKETS, changes=[SMALL])
+    for mine in (plain, in_buckets):
+        torch.testing.assert_close(mine, ddp, rtol=0, atol=2e-6)
+        torch.testing.assert_close(mine, alone, rtol=0, atol=5e-6)
 
 
 # Messages and bytes
 
-DEEP = "torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(8)), {})"
 LINEAR = "torch.nn.Linear(20, 1)"
-
-
-@pytest.fixture(scope="module")
-def events(tmp_path_factory):
-    """`events(name, options, *changes)`: the events of each rank's second step.
-
-    An event is (name, start, end, shapes of its inputs), and they are in order. The
-    model has eight layers of 420 weights, and a last one of 21.
-    """
-
-    @once
-    def run(name, options=(), *changes):
-        folder = tmp_path_factory.mktemp("events")
-        deep = (LINEAR, DEEP.format(LINEAR))
-        script = plant(name, folder / "copy", deep, *changes, hooks=["ddp_by_hand"])
-        options = ("--batch-size", 1024, *options)
-        train(script, 2, 2, *options, cwd=folder, own_options=False)
-        ranks = noted(folder, "events")
-        for its_events in ranks:
-            its_events.sort(key=lambda event: event[1])
-        return ranks
-
-    return run
-
-
-def message_sizes(events):
-    """The numbers in each all-reduce."""
-    sizes = []
-    for name, _, _, shapes in events:
-        if name == "gloo:all_reduce":
-            sizes.append(shapes[0][0])
-    return sizes
-
-
-def messages(ranks):
-    """The numbers in each all-reduce of a step, which is the same on all ranks."""
-    first, second = map(message_sizes, ranks)
-    assert sorted(first) == sorted(second)
-    return first
-
-
-def hidden(ranks):
-    """How many all-reduces were launched before the last layer's backward ended."""
-    launched = []
-    computed = []
-    for name, start, end, _ in ranks[0]:
-        if name == "c10d::allreduce_":
-            launched.append(start)
-        elif name.endswith(": AddmmBackward0"):
-            computed.append(end)
-    backward_ended = max(computed)
-    return sum(start < backward_ended for start in launched)
-
-
-BUCKETS = NAME, ("--bucket-mb", 1), SMALL
+DEEP = f"torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(8)), {LINEAR})"
 GRADIENTS = 8 * 420 + 21
 PARAMETERS = 18
 
 
-def test_plainly_each_gradient_is_a_message_after_backward(events):
+def note_messages(script):
+    """messages.RANK.json: what the last step did, from its first to its last event.
+
+    Of an all-reduce, the numbers in it. "launched": one of them is. "computed": the
+    backward pass of a layer begins.
+    """
+
+    def run_batch(inner, *arguments):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            dist.barrier()  # or a rank waits for another's profiler to start
+            loss = inner(*arguments)
+        messages = []
+        for event in sorted(seen.events(), key=lambda event: event.time_range.start):
+            if event.name == "gloo:all_reduce":
+                messages.append(event.input_shapes[0][0])
+            elif event.name == "c10d::allreduce_":
+                messages.append("launched")
+            elif event.name.endswith(": AddmmBackward0"):
+                messages.append("computed")
+        write("messages", messages)
+        return loss
+
+    replace(script["Trainer"], "_run_batch", run_batch)
+
+
+def messages(name, folder, *options, changes=()):
+    """(the numbers in each message of a step, how many leave inside backward)
+
+    The model has eight layers of 420 weights, and a last one of 21.
+    """
+    how = {"own_options": False, "changes": [(LINEAR, DEEP), *changes]}
+    train(name, 1, 1, *options, cwd=folder, hooks=[note_messages], **how)
+    events, _ = noted(folder, "messages")
+    sizes = [event for event in events if isinstance(event, int)]
+    while events.pop() != "computed":  # the first layer, whose backward is the last
+        pass
+    return sorted(sizes), events.count("launched")
+
+
+def test_plainly_each_gradient_is_a_message_after_backward(tmp_path):
     """With one number more, which says whether this rank has used the parameter."""
-    plain = events(NAME)
-    assert messages(plain) == [401, 21] * 8 + [21, 2]
-    assert hidden(plain) == 0
+    sizes, hidden = messages(NAME, tmp_path)
+    assert sizes == sorted([401, 21] * 8 + [21, 2])
+    assert hidden == 0
 
 
-def test_buckets_are_few_messages_and_leave_inside_backward(events):
+def test_buckets_are_few_messages_and_leave_inside_backward(tmp_path):
     """The first has the last layer. A bucket is full when it has reached 512 numbers.
 
     The last bucket is complete when backward is at its end.
     """
-    in_buckets = events(*BUCKETS)
-    assert sorted(messages(in_buckets)) == [844, 844, 844, 867]
-    assert 2 <= hidden(in_buckets) <= 3
+    sizes, hidden = messages(NAME, tmp_path, *BUCKETS, changes=[SMALL])
+    assert sizes == [844, 844, 844, 867]
+    assert sum(sizes) == GRADIENTS + PARAMETERS
+    assert 2 <= hidden <= 3
 
 
-def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(events):
+def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(tmp_path):
     """Which sends one number for each parameter in a message more."""
-    ddp = messages(events(PARENT))
-    that_finds = messages(events(PARENT, (), UNUSED))
-    assert ddp == [GRADIENTS]
-    assert sorted(that_finds) == [PARAMETERS, GRADIENTS]
-    assert sum(messages(events(NAME))) == GRADIENTS + PARAMETERS
-    assert sum(messages(events(*BUCKETS))) == GRADIENTS + PARAMETERS
+    sizes, _ = messages(PARENT, tmp_path, changes=[UNUSED])
+    assert sizes == [PARAMETERS, GRADIENTS]
 
 
 # What else it claims
@@ -144,8 +166,7 @@ def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(events):
 def test_a_second_backward_in_a_step_is_refused(tmp_path):
     """Its gradients would come too late for a bucket that has left."""
     twice = ("loss.backward()", "loss.backward(retain_graph=True); loss.backward()")
-    script = plant(NAME, tmp_path / "copy", twice)
-    done = launch(script, 1, 1, cwd=tmp_path, real="")
+    done = launch(NAME, 1, 1, cwd=tmp_path, real="", changes=[twice])
     assert done.returncode == 1
     assert "RuntimeError: a second backward() in one step" in done.stderr
 

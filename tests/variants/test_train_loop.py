@@ -1,103 +1,163 @@
 """train_loop.py: every mode trains the model of the scripts, and hands it back."""
 
-import math
 import os
+import signal
 import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 import utils
 from tests.conftest import once
-from tests.helpers.checks import assert_same_losses, assert_same_weights, noted, stack
+from tests.helpers.checks import (
+    assert_same_losses,
+    assert_same_weights,
+    import_script,
+    stack,
+)
 from tests.helpers.forked import in_a_fork
+from tests.hooks import replace
 from tools.run import slurm_cluster
+from tools.run.launch import plant, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
+from tools.run.warm import ENTRY
 from tools.scripts import ROOT
-from variants.train_loop import Callback, TrainLoop, find_launcher
+from variants import train_loop
 
 PYTHON = ["python", "-m", "variants.train_loop"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
-SCRIPT = ROOT / "tests/helpers/train_loops.py"
+SNAPSHOT = "snapshot.pt"
+HERE = vars(train_loop)
 
 
-def run(words, cwd, **env):
-    """Run it in a fork to its end, and insist that it ends well: Done."""
-    done = Program(words, cwd, PYTHONPATH=ROOT, **env).finish()
+def make_loop(script=HERE, model=None, **options):
+    """The loop that `main` of train_loop.py makes, with other options.
+
+    script: the globals of train_loop.py, which a process has of its own.
+    """
+    data = script["utils"].MyTrainDataset
+    torch.manual_seed(0)
+    model = model or torch.nn.Linear(20, 1)
+    arguments = {
+        "train_loader": DataLoader(data(2048), 32, shuffle=True, drop_last=True),
+        "val_loader": DataLoader(data(512, seed=1), 32),
+        "test_loader": None,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
+        "criterion": F.mse_loss,
+        **options,
+    }
+    return script["TrainLoop"](model, **arguments)
+
+
+def start(main, cwd, words=PYTHON, **env):
+    """Start train_loop.py with `main(script)` in place of its own: Program."""
+
+    def call_main(script):
+        script["main"] = lambda _: main(script)
+
+    cwd.mkdir(exist_ok=True)
+    return Program([*words, 1, 1], cwd, hooks=[call_main], PYTHONPATH=ROOT, **env)
+
+
+def finish(program):
+    """Wait for its end, and insist that it is a good one: Done."""
+    done = program.finish()
     assert done.returncode == 0, done.stdout + done.stderr
     return done
-
-
-def case(folder, *words, **env):
-    """Run a case of tests/helpers/train_loops.py: Done.
-
-    With one thread, because it forks, and a pool of threads does not survive that.
-    """
-    return run(["python", SCRIPT, *words], folder, OMP_NUM_THREADS=1, **env)
 
 
 # The modes
 
 
+def train_in(mode, folder):
+    """Done of 5 epochs at an effective batch of 64, in two processes if in several."""
+    size = 32 if "ddp" in mode else 64
+    words = [*PYTHON, 5, 2, "--gpu-mode", mode, "--batch-size", size]
+    return finish(Program(words, folder, PYTHONPATH=ROOT))
+
+
 @pytest.fixture(scope="module")
 def modes(tmp_path_factory):
-    """`modes(mode, words)`: (folder, Done) of 5 epochs at an effective batch of 64."""
+    """`modes(mode)`: (folder, Done) of `train_in`."""
 
     @once
-    def train(mode, under_torchrun=False):
+    def run(mode):
         folder = tmp_path_factory.mktemp("mode")
-        size = 32 if "ddp" in mode else 64
-        start = TORCHRUN if under_torchrun else PYTHON
-        words = [*start, 5, 2, "--gpu-mode", mode, "--batch-size", size]
-        return folder, run(words, folder)
+        return folder, train_in(mode, folder)
 
-    return train
+    return run
 
 
-MODES = [
-    ("single", False),
-    ("ddp", False),
-    ("ddp", True),
-    pytest.param("dp", False, marks=pytest.mark.waits),
-    pytest.param("ddp2", False, marks=pytest.mark.waits),
-    pytest.param("ddp2", True, marks=pytest.mark.waits),
-]
+DP = pytest.param("dp", marks=pytest.mark.waits)
+DDP2 = pytest.param("ddp2", marks=pytest.mark.waits)
 
 
-@pytest.mark.parametrize(("mode", "under_torchrun"), MODES)
-def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode, under_torchrun):
-    folder, done = modes(mode, under_torchrun)
+@pytest.mark.parametrize("mode", ["single", "ddp", DP, DDP2])
+def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode):
+    folder, done = modes(mode)
     scripts_folder, scripts = runs("multigpu.py")
     assert_same_losses(losses(done), losses(scripts))
-    assert_same_weights(folder / "snapshot.pt", scripts_folder / "snapshot.pt")
+    assert_same_weights(folder / SNAPSHOT, scripts_folder / SNAPSHOT)
     _, _, test_loss = done.stdout.rpartition("test loss ")
     assert 0.01 < float(test_loss) < 0.1
 
 
 def test_the_trained_model_comes_back(tmp_path):
-    """Its own object, tied to its optimizer, and the rest of what `fit` has found."""
-    case(tmp_path, "comes_back", "ddp")
+    """Its own object, tied to its optimizer, and the rest of what `fit` has found.
+
+    From a second call of `fit`, in which the training goes on.
+    """
+
+    def main(script):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
+        best = script["BestCheckpoints"]()
+        options = {"gpu_mode": "ddp", "callbacks": [best], "snapshot_path": SNAPSHOT}
+        loop = make_loop(script, model, **options)
+        loop.test_loader = loop.val_loader
+        loop.fit(2)
+        assert loop.fit(4) is model
+        assert not model.training, "ready for use, in every mode"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        (group,) = loop.optimizer.param_groups
+        for mine, its in zip(model.parameters(), group["params"], strict=True):
+            assert mine is its
+        assert len(loop.optimizer.state) == 4, "momentum, of each parameter"
+        snapshot = load(SNAPSHOT)
+        assert snapshot["EPOCHS_RUN"] == len(loop.history) == 4
+        # The statistics of BatchNorm, too.
+        assert same_bits(model.state_dict(), snapshot["MODEL_STATE"])
+        assert list(loop.test_results) == ["test loss"]
+        ((loss, path),) = best.state["best"]
+        assert loss == min(epoch["held-out loss"] for epoch in loop.history)
+        assert Path(path).exists()
+
+    finish(start(main, tmp_path))
 
 
 AS_VARIANT = {
-    "variants/gradient_accumulation.py": ("as_variant", "accumulate", "4"),
-    "variants/mixed_precision.py": ("as_variant", "precision", '"bf16"'),
-    "variants/ddp2.py": ("node", 1, 0, 2, 32, 5),
+    "variants/gradient_accumulation.py": {"accumulate": 4},
+    "variants/mixed_precision.py": {"precision": "bf16"},
 }
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("name", AS_VARIANT)
 def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
-    """5 epochs of its own task, with the same options."""
+    """5 epochs with the same option."""
+
+    def main(script):
+        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT, **AS_VARIANT[name]}
+        make_loop(script, **options).fit(5)
+
+    finish(start(main, tmp_path))
     folder, _ = runs(name)
-    case(tmp_path, *AS_VARIANT[name])
-    assert_same_weights(tmp_path / "node0.pt", folder / "snapshot.pt")
+    assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
 
 # Launchers
@@ -105,11 +165,11 @@ def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
 
 def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
     """In a batch script, SLURM_NTASKS is set as well, but nobody has started tasks."""
-    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    env = {"SLURM_NTASKS": "4"}
     monkeypatch.setattr(os, "environ", env)
-    assert not find_launcher()
+    assert not train_loop.find_launcher()
     env["SLURM_STEP_NUM_TASKS"] = "1"  # srun --pty bash
-    assert not find_launcher()
+    assert not train_loop.find_launcher()
     env |= {
         "SLURM_JOB_ID": "12345",
         "SLURM_STEP_ID": "0",
@@ -119,7 +179,7 @@ def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
         "SLURM_LOCALID": "1",
         "MASTER_ADDR": "node1",
     }
-    assert find_launcher()
+    assert train_loop.find_launcher()
     assert utils.torchrun_env() == [3, 1, 4]
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert os.environ["MASTER_PORT"] == "22345"
@@ -130,38 +190,47 @@ NO_SLURM = slurm_cluster.why_not()
 
 @pytest.mark.waits
 @pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
-def test_a_real_srun_starts_the_ranks(tmp_path):
+def test_a_real_srun_starts_the_ranks(modes, tmp_path):
     """Two on each of two nodes, which are hosts of their own."""
     slurm = "python -m tools.run.slurm_cluster 2 --"
     srun = "srun --nodes=2 --ntasks-per-node=2"
-    script = "python -m variants.train_loop 2 2 --gpu-mode ddp2 --batch-size 16"
+    script = "python -m variants.train_loop 5 2 --gpu-mode ddp2 --batch-size 16"
     words = f"{slurm} {srun} {script}".split()
-    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
+    done = finish(Program(words, tmp_path, real=True, PYTHONPATH=ROOT))
     assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
-    run([*PYTHON, 2, 2, "--batch-size", 64, "--snapshot-path", "one.pt"], tmp_path)
-    assert_same_weights(tmp_path / "snapshot.pt", tmp_path / "one.pt")
+    folder, _ = modes("single")
+    assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
+
+
+def train_ddp2(script, epochs, node_rank, num_gpus):
+    """Train as variants/ddp2.py does, 64 samples a step, on one of two machines."""
+    ddp2 = import_script("variants/ddp2.py")
+    train_set, eval_set, model, criterion = ddp2.load_train_objs()
+    size = 32 // num_gpus
+    loop = make_loop(
+        script,
+        model,
+        train_loader=DataLoader(train_set, size, shuffle=True, drop_last=True),
+        val_loader=DataLoader(eval_set, size),
+        optimizer=ddp2.make_optimizer(model),
+        criterion=criterion,
+        gpu_mode="ddp2",
+        snapshot_path=f"node{node_rank}.pt",
+    )
+    loop.fit(epochs, 2, node_rank, num_gpus)
+    torch.save(model.state_dict(), f"model{node_rank}.pt")
 
 
 def two_machines(folder, num_gpus, epochs):
     """(the weights that both get back, what the first prints), all on this machine."""
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    folder.mkdir(exist_ok=True)
-    env = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1,
-        "PYTHONPATH": ROOT,
-    }
-    size = 64 // num_gpus
+        _, port = server.getsockname()
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     machines = []
-    for node_rank in (0, 1):
-        words = ["python", SCRIPT, "node", 2, node_rank, num_gpus, size, epochs]
-        machines.append(Program(words, folder, **env))
-    first, second = [machine.finish() for machine in machines]
-    assert first.returncode == 0, first.stderr
-    assert second.returncode == 0, first.stderr
+    for rank in (0, 1):
+        how = {"epochs": epochs, "node_rank": rank, "num_gpus": num_gpus}
+        machines.append(start(partial(train_ddp2, **how), folder, **env))
+    first, _ = [finish(machine) for machine in machines]
     model = load(folder / "model0.pt")
     assert same_bits(load(folder / "model1.pt"), model)
     return model, first.stdout
@@ -184,27 +253,21 @@ def test_two_machines_without_a_launcher(tmp_path):
 # Resume
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_it_resumes_bit_for_bit(modes, tmp_path, mode):
+def test_it_resumes_bit_for_bit(modes, tmp_path):
     """Also what multigpu.py has begun."""
-    size = 64
-    start = PYTHON
-    if mode == "ddp":
-        size = 32
-        start = ["python", ROOT / "multigpu.py"]
-    run([*start, 2, 2, "--batch-size", size], tmp_path)
-    done = run([*PYTHON, 5, 2, "--gpu-mode", mode, "--batch-size", size], tmp_path)
+    train("multigpu.py", 2, 2, cwd=tmp_path)
+    done = train_in("ddp", tmp_path)
     assert "2 of 5 epochs are finished in snapshot.pt" in done.stdout
-    folder, _ = modes(mode)
-    undisturbed = load(folder / "snapshot.pt")
-    resumed = load(tmp_path / "snapshot.pt")
+    folder, _ = modes("ddp")
+    undisturbed = load(folder / SNAPSHOT)
+    resumed = load(tmp_path / SNAPSHOT)
     for key in ("MODEL_STATE", "OPTIMIZER_STATE"):
         assert same_bits(resumed[key], undisturbed[key])
 
 
 SCHEDULES = {
     "epoch": partial(StepLR, step_size=1, gamma=0.5),
-    "step": partial(OneCycleLR, max_lr=0.2, total_steps=64),
+    "step": partial(OneCycleLR, max_lr=0.01, total_steps=4 * 64),
     "loss": partial(ReduceLROnPlateau, patience=0, threshold=1.0),
 }
 
@@ -216,10 +279,9 @@ def test_a_schedule_resumes(tmp_path, name):
 
     def trained(file, epochs):
         """(the model's state, the learning rate)"""
-        torch.manual_seed(0)
-        per_step = name == "step"
-        loop = loop_of(snapshot_path=tmp_path / file, scheduler_per_step=per_step)
+        loop = make_loop(snapshot_path=tmp_path / file)
         loop.scheduler = SCHEDULES[name](loop.optimizer)
+        loop.scheduler_per_step = name == "step"
         loop.fit(epochs)
         (group,) = loop.optimizer.param_groups
         return loop.model.state_dict(), group["lr"]
@@ -227,7 +289,7 @@ def test_a_schedule_resumes(tmp_path, name):
     whole, rate = trained("whole.pt", 4)
     trained("parts.pt", 2)
     resumed, resumed_rate = trained("parts.pt", 4)
-    assert 0 < rate < 0.1
+    assert 0 < rate < 0.001
     assert resumed_rate == rate
     assert same_bits(resumed, whole)
 
@@ -235,58 +297,37 @@ def test_a_schedule_resumes(tmp_path, name):
 # Loaders
 
 
-def loop_of(train_loader=None, val_loader=None, rank=0, world_size=1, **options):
-    data = list(zip(torch.randn(64, 3), torch.randn(64, 1), strict=True))
-    model = torch.nn.Linear(3, 1)
-    loop = TrainLoop(
-        model,
-        train_loader or DataLoader(data, 4),
-        val_loader or DataLoader(data, 4),
-        None,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        F.mse_loss,
-        **options,
-    )
-    loop.rank = rank
-    loop.world_size = world_size
-    loop.nprocs = world_size
-    return loop
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
     loader = DataLoader(range(9), 4, shuffle=True)
+    loop = make_loop()
+    loop.world_size = world_size
     found = []
     for rank in range(world_size):
-        loop = loop_of(rank=rank, world_size=world_size)
+        loop.rank = rank
         found += [batch.tolist() for batch in loop._share_out(loader)]
     assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
-class Begins(Callback):
+class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
 
 
-class Ends(Callback):  # as in Lightning
+class Ends(train_loop.Callback):  # as in Lightning
     def on_epoch_end(self, trainer, module): ...
 
 
-def nan(output, targets):
-    loss = F.mse_loss(output, targets)
-    if output.requires_grad:  # in training alone, as of an auxiliary head
-        return loss + torch.nan
-    return loss
+def nan_in_training(output, _):  # as of an auxiliary head
+    return output.sum() * (torch.nan if output.requires_grad else 1)
 
 
-DATA = [(torch.zeros(3), torch.zeros(1))] * 8
+DATA = [(torch.zeros(20), torch.zeros(1))] * 8
 HALF = SubsetRandomSampler(range(4))
-OTHERS = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 REFUSED = {
     "gpu_mode 'dpp': choose single, dp, ddp, ddp2": {"gpu_mode": "dpp"},
     "precision '16': choose fp32, bf16, fp16": {"precision": "16"},
     "gpu_mode ddp2: accumulate is 1": {"gpu_mode": "ddp2", "accumulate": 2},
     "gpu_mode ddp cannot send this: ": {"gpu_mode": "ddp", "criterion": lambda *_: 0},
-    "parameters that the model does not have": {"optimizer": OTHERS},
     "train_loader: a DataLoader with": {"train_loader": DATA},
     "val_loader: a DataLoader with": {"val_loader": DataLoader(DATA, sampler=HALF)},
     "yours to write for <class 'dict'>": {
@@ -294,9 +335,8 @@ REFUSED = {
     },
     "Begins.on_train_begin is never called": {"callbacks": [Begins()]},
     "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
-    "num_gpus '2,3' is no whole number": {"num_gpus": "2,3"},
     "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
-    "error: the loss is nan": {"criterion": nan, "snapshot_path": "x.pt"},
+    "error: the loss is nan": {"criterion": nan_in_training, "snapshot_path": "x.pt"},
 }
 
 
@@ -305,15 +345,11 @@ REFUSED = {
 def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
     """One line, exit status 2, no file written."""
     monkeypatch.chdir(tmp_path)
-    loop = loop_of()
-    arguments = {"num_epochs": 1, "num_gpus": "3"}
-    for name, value in REFUSED[line].items():
-        if name in arguments:
-            arguments[name] = value
-        else:
-            setattr(loop, name, value)
+    options = {**REFUSED[line]}
+    num_gpus = options.pop("num_gpus", 3)
+    loop = make_loop(**options)
     with pytest.raises(SystemExit) as end:
-        loop.fit(**arguments)
+        loop.fit(1, num_gpus=num_gpus)
     assert end.value.code == 2
     shown = capsys.readouterr().err
     assert line in shown
@@ -325,14 +361,13 @@ def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
 def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     """No file is read or written, so that the next run trains, too."""
     monkeypatch.chdir(tmp_path)
-    loop = loop_of(callbacks=None)
-    loop.val_loader = None
+    loop = make_loop(callbacks=None, val_loader=None)
     loop.fit(2, num_gpus=-1)
     first, second = loop.history
     assert list(first) == list(second) == ["train loss"]
     assert not list(tmp_path.iterdir())
     assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
-    loop = loop_of(val_loader=DataLoader(DATA, 5, drop_last=True))
+    loop = make_loop(val_loader=DataLoader(DATA, 5, drop_last=True))
     loop.fit(1, num_gpus=0)
     assert loop.device_name == "cpu", "also where there are GPUs"
     assert "drop_last=True: 3 of 8 samples do not count" in capsys.readouterr().out
@@ -340,70 +375,126 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.waits
 def test_a_script_without_a_main_guard_is_told(tmp_path):
-    lines = [
-        "from tests.helpers.train_loops import make_loop",
-        "make_loop(gpu_mode='ddp').fit(1)",
-    ]
-    (tmp_path / "script.py").write_text("\n".join(lines))
-    words = ["python", "script.py"]
-    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).finish()
+    script = plant("variants/train_loop.py", tmp_path, (f"\n{ENTRY}", "\nif True:"))
+    words = ["python", script, 1, 1, "--gpu-mode", "ddp"]
+    done = Program(words, tmp_path, real=True).finish()
     assert done.returncode == 2
-    line = 'script.py: error: call `fit` below `if __name__ == "__main__":`'
+    line = 'train_loop.py: error: call `fit` below `if __name__ == "__main__":`'
     assert done.stderr.count(line) == 1
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("ddp2", marks=pytest.mark.waits)])
+class Nested(torch.nn.Linear):
+    """Its input is a dict, and its output a tuple."""
+
+    def forward(self, batch):
+        return super().forward(batch["x"]), batch["more"][0], None
+
+
+def nest(samples):
+    source, targets = default_collate(samples)
+    return {"x": source, "more": (source, "text")}, targets
+
+
+@pytest.mark.parametrize("mode", ["ddp", DDP2])
 def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
-    """The same model as without nesting. All ranks get all predictions, in order."""
-    case(tmp_path, "nested", mode)
+    """The same model as without nesting. All ranks get all predictions, in order.
+
+    Under torchrun. Callbacks with `every_rank` run on both.
+    """
+
+    def main(script):
+        predicted = []
+        steps = []
+
+        class Predicts(script["Callback"]):
+            every_rank = True
+
+            def on_train_start(self, loop):
+                loop.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+            def on_batch_end(self, loop):
+                if (loop.epochs_run, loop.step) == (4, 1):  # and the training goes on
+                    loop.predict(loop.val_loader)
+
+            def on_epoch_end(self, loop):
+                predicted[:] = loop.predict(loop.val_loader)
+
+        torch.manual_seed(0)  # the weights that make_loop's own model begins with
+        model = Nested(20, 1)
+        held_out = utils.MyTrainDataset(45, seed=1)
+        loop = make_loop(
+            script,
+            model,
+            val_loader=DataLoader(held_out, 4, collate_fn=nest),
+            criterion=lambda output, targets: F.mse_loss(output[0], targets),
+            metrics={"sum": lambda output, targets: (output[0] - targets).sum()},
+            callbacks=[Predicts()],
+            gpu_mode=mode,
+            snapshot_path=SNAPSHOT,
+        )
+        loop.train_loader.collate_fn = nest
+        loop.fit(5)
+        assert len(steps) == 5 * 32
+        source, targets = stack(held_out)
+        expected = F.linear(source, model.weight, model.bias).detach()
+        for (output, *_), its_targets in (predicted, loop.predict(loop.val_loader)):
+            torch.testing.assert_close(output, expected)
+            assert torch.equal(its_targets, targets)
+        total = (expected - targets).sum().item()
+        assert loop.history[-1]["sum"] == pytest.approx(total, abs=1e-4)
+
+    finish(start(main, tmp_path, TORCHRUN))
     folder, _ = modes("ddp")
-    assert_same_weights(tmp_path / "snapshot.pt", folder / "snapshot.pt")
-    snapshot = load(tmp_path / "snapshot.pt")
-    model = torch.nn.Linear(20, 1)
-    model.load_state_dict(snapshot["MODEL_STATE"])
-    source, targets = stack(utils.MyTrainDataset(45, seed=1))
-    expected = model(source).detach()
-    in_training = noted(tmp_path, "predicted")
-    afterwards = noted(tmp_path, "afterwards", ranks=1)
-    for output in in_training + afterwards:
-        torch.testing.assert_close(torch.tensor(output), expected.flatten())
-    worst = (expected - targets).abs().max().item()
-    last = snapshot["HISTORY"][-1]
-    assert last["worst"] == pytest.approx(worst, abs=1e-5)
+    assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
 
 # Callbacks
 
 
+def stops_early(script):
+    """The learning rate is 0 from the third epoch on, so that nothing gets better."""
+    loop = make_loop(script, gpu_mode="ddp", save_every=100, snapshot_path=SNAPSHOT)
+    loop.scheduler = StepLR(loop.optimizer, step_size=2, gamma=0.0)
+    loop.fit(20, callbacks=[script["EarlyStopping"](2)])
+
+
 @pytest.mark.waits
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
     """It runs on rank 0: if the others went on, they would wait for it forever."""
-    done = case(tmp_path, "stops_early")
+    done = finish(start(stops_early, tmp_path))
     assert len(losses(done)) == 4
     assert "Warning" not in done.stderr
-    assert noted(tmp_path, "hook") == [4 * 32] * 2
-    assert noted(tmp_path, "rates") == [[0.001, 0.001, 0.0, 0.0]] * 2
     assert "epoch 4 saved to snapshot.pt" in done.stdout
-    before = (tmp_path / "snapshot.pt").read_bytes()
-    done = case(tmp_path, "stops_early")
+    before = (tmp_path / SNAPSHOT).read_bytes()
+    done = finish(start(stops_early, tmp_path))
     assert not losses(done)
     assert "a callback has ended the training" in done.stdout
-    assert (tmp_path / "snapshot.pt").read_bytes() == before
+    assert (tmp_path / SNAPSHOT).read_bytes() == before
 
 
 @pytest.mark.waits
 def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
     """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
-    done = Program(["python", SCRIPT, "is_lost"], tmp_path, PYTHONPATH=ROOT).finish()
-    *good_epochs, (train_loss, held_out_loss) = losses(done)
-    good = len(good_epochs)
+
+    def get_loss(inner, loop, batch):
+        loss = inner(loop, batch)
+        held_out = not loop.model.training
+        if held_out and loop.rank == 1 and loss < 0.5:  # once the model has learned
+            return loss * torch.nan
+        return loss
+
+    def main(script):
+        replace(script["TrainLoop"], "get_loss", get_loss)
+        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
+        make_loop(script, **options).fit(20, callbacks=[script["BestCheckpoints"](2)])
+
+    done = start(main, tmp_path).finish()
+    good = len(losses(done)) - 1
     assert done.returncode == 2
     assert "error: the loss is nan, not saved to" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert 1 <= good < 19
-    assert not math.isnan(train_loss)
-    assert math.isnan(held_out_loss)
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == good
+    assert good >= 1
+    assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == good
     assert (tmp_path / f"best.{good}.pt").exists()
     assert not (tmp_path / f"best.{good + 1}.pt").exists()

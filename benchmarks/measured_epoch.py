@@ -12,6 +12,7 @@ is a matter of chance. With it, training is slower.
 import ctypes
 import gc
 import importlib
+import json
 import os
 import re
 import time
@@ -23,44 +24,79 @@ import torch.distributed as dist
 from torch.distributed.tensor import parallel
 from torch.utils.data import Subset
 
-from . import Noted, replace, write
-
 CLONE_NEWNET = 0x40000000  # setns(2)
 M_MMAP_THRESHOLD = -3  # mallopt(3)
-PAUSE_S = float(os.environ.get("PAUSE_S", 0))
-NETWORKS = os.environ["NETWORKS"].split()
 STATUS = Path("/proc/self/status")
 LIBC = ctypes.CDLL(None, use_errno=True)
+init_process_group = dist.init_process_group
 
-before = 0  # bytes of memory before there is a model
+
+def measure(script):
+    """Make the job large, and write down what its last epoch takes."""
+    before = 0  # bytes of memory before there is a model
+    figures = {}
+
+    class Trainer(script["Trainer"]):
+        def _run_epoch(self, epoch):
+            meet()
+            sent_before = sent_bytes()
+            begin_peak(self.device)
+            meet()
+            began = time.perf_counter()
+            computed_before = time.thread_time()
+            loss = super()._run_epoch(epoch)  # ends when all ranks have ended
+            sizes = [weight.numel() for weight in self.model.parameters()]
+            figures["weights"] = sum(sizes)
+            figures["loss"] = loss
+            figures["seconds"] = time.perf_counter() - began
+            # In the main thread
+            figures["computes"] = time.thread_time() - computed_before
+            figures["peak_bytes"] = peak_bytes(self.device, before)
+            meet()
+            figures["sent_bytes"] = sent_bytes() - sent_before
+            return loss
+
+        def train(self, *arguments):
+            super().train(*arguments)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            Path(f"measured.{rank}.json").write_text(json.dumps(figures))
+
+        def _save_snapshot(self):
+            self.model.state_dict()  # FSDP2 takes back what an evaluation has gathered
+
+    task = script
+    if "TASK" in os.environ:
+        task = vars(importlib.import_module(os.environ["TASK"]))
+    its_objects = task["load_train_objs"]
+
+    def load_train_objs():
+        nonlocal before
+        train_set, eval_set, model, loss_fn = its_objects()
+        gc.collect()
+        before = memory("VmRSS")
+        put_body_into(model, train_set)
+        return repeated(train_set), eval_set, model, loss_fn
+
+    script["Trainer"] = Trainer
+    script["load_train_objs"] = load_train_objs
+    script["make_optimizer"] = task["make_optimizer"]
+    dist.init_process_group = in_its_network
+    if "GIVE_BACK" in os.environ and hasattr(LIBC, "mallopt"):
+        LIBC.malloc_trim(0)  # what it has kept so far
+        LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)  # each tensor gets pages of its own
 
 
-class Trainer:
-    def _run_epoch(self, epoch):
-        meet()
-        sent_before = sent_bytes()
-        begin_peak(self.device)
-        meet()
-        began = time.perf_counter()
-        computed_before = time.thread_time()
-        loss = super()._run_epoch(epoch)  # ends when all ranks have ended
-        self.figures = {
-            "weights": sum(weight.numel() for weight in self.model.parameters()),
-            "loss": loss,
-            "seconds": time.perf_counter() - began,
-            "computes": time.thread_time() - computed_before,  # in the main thread
-            "peak_bytes": peak_bytes(self.device),
-        }
-        meet()
-        self.figures["sent_bytes"] = sent_bytes() - sent_before
-        return loss
-
-    def train(self, *arguments):
-        super().train(*arguments)
-        write("measured", self.figures)
-
-    def _save_snapshot(self):
-        self.model.state_dict()  # FSDP2 takes back what an evaluation has gathered
+def cut_layers(script):
+    """Of tensor_parallel.py: it cuts the hidden layers. And fsdp.py's blocks."""
+    script["blocks_of"] = lambda model: [
+        layer for layer in model if [*layer.parameters()]
+    ]
+    script["PLAN"] = {
+        "0.0": parallel.ColwiseParallel(),
+        "1.0": parallel.RowwiseParallel(),
+        "2.0": parallel.ColwiseParallel(),
+        "3.0": parallel.RowwiseParallel(),
+    }
 
 
 def meet():
@@ -68,14 +104,16 @@ def meet():
         dist.barrier()
 
 
-def around_load_train_objs(load_train_objs):
-    global before
-    if "TASK" in os.environ:
-        task = importlib.import_module(os.environ["TASK"])
-        load_train_objs = task.load_train_objs
-    train_set, eval_set, model, loss_fn = load_train_objs()
-    gc.collect()
-    before = memory("VmRSS")
+def repeated(train_set):
+    """TRAIN_SAMPLES samples, of a data set that may have fewer."""
+    samples = range(int(os.environ["TRAIN_SAMPLES"]))
+    again = Subset(train_set, [index % len(train_set) for index in samples])
+    if hasattr(train_set, "set_epoch"):
+        again.set_epoch = train_set.set_epoch
+    return again
+
+
+def put_body_into(model, train_set):
     torch.manual_seed(0)
     source, _ = train_set[0]
     blocks = make_body(inputs=source.shape[-1], width=int(os.environ["WIDTH"]))
@@ -85,15 +123,6 @@ def around_load_train_objs(load_train_objs):
     else:  # not a module around the model: a script may use what its own model has
         model.body = torch.nn.Sequential(*blocks)
         model.register_forward_pre_hook(through_body)
-    samples = int(os.environ["TRAIN_SAMPLES"])
-    again = [index % len(train_set) for index in range(samples)]
-    return Noted(Subset(train_set, again)), eval_set, model, loss_fn
-
-
-def around_make_optimizer(make_optimizer, model):
-    if "TASK" in os.environ:
-        make_optimizer = importlib.import_module(os.environ["TASK"]).make_optimizer
-    return make_optimizer(model)
 
 
 def make_body(inputs, width):
@@ -107,28 +136,23 @@ def make_body(inputs, width):
     return [*blocks, torch.nn.Linear(width, inputs)]
 
 
-def its_plan(script):
-    """Of tensor_parallel.py: it cuts the hidden layers. And fsdp.py's blocks."""
-    script["blocks_of"] = lambda model: [
-        layer for layer in model if [*layer.parameters()]
-    ]
-    script["PLAN"] = {
-        "0.0": parallel.ColwiseParallel(),
-        "1.0": parallel.RowwiseParallel(),
-        "2.0": parallel.ColwiseParallel(),
-        "3.0": parallel.RowwiseParallel(),
-    }
+def pause_s():
+    return float(os.environ.get("PAUSE_S", 0))
+
+
+def networks():
+    return os.environ["NETWORKS"].split()
 
 
 class Pause(torch.autograd.Function):
     @staticmethod
     def forward(context, source):
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s())
         return source.view_as(source)
 
     @staticmethod
     def backward(context, grad):
-        time.sleep(2 * PAUSE_S)
+        time.sleep(2 * pause_s())
         return grad
 
 
@@ -136,7 +160,7 @@ class Device(torch.nn.Module):
     """Sleeps, as if a device computed: the CPU is free to send."""
 
     def forward(self, source):
-        return Pause.apply(source) if PAUSE_S and self.training else source
+        return Pause.apply(source) if pause_s() and self.training else source
 
 
 def through_body(model, inputs):
@@ -144,16 +168,16 @@ def through_body(model, inputs):
     return model.body(source), *rest
 
 
-def in_its_network(init_process_group, *arguments, **options):
+def in_its_network(*arguments, **options):
     """This rank's sockets are made in its network, one of NETWORKS.
 
     Only those that carry tensors: its connection to the store is there already.
     """
-    if NETWORKS:
+    if networks():
         if "store" not in options:  # as torch does it
             store, rank, world_size = next(dist.rendezvous("env://"))
             options |= {"store": store, "rank": rank, "world_size": world_size}
-        network = NETWORKS[options["rank"] % len(NETWORKS)]
+        network = networks()[options["rank"] % len(networks())]
         with open(network) as file:
             if LIBC.setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns", network)
@@ -164,14 +188,14 @@ def sent_bytes():
     """What the cards of this rank's network have sent, shared among its ranks."""
     if not dist.is_initialized():
         return 0
-    if not NETWORKS:
+    if not networks():
         return float("nan")
     _, _, *cards = Path("/proc/thread-self/net/dev").read_text().splitlines()
     total = 0
     for card in cards:
         _, _, numbers = card.partition(":")
         total += int(numbers.split()[8])  # after eight columns of what has come
-    return total * len(NETWORKS) / dist.get_world_size()
+    return total * len(networks()) / dist.get_world_size()
 
 
 def memory(key):
@@ -190,14 +214,8 @@ def begin_peak(device):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_bytes(device):
+def peak_bytes(device, before):
     """The peak of what training takes; of an accelerator, what torch has allocated."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
     return memory("VmHWM") - before
-
-
-if "GIVE_BACK" in os.environ and hasattr(LIBC, "mallopt"):
-    LIBC.malloc_trim(0)  # what it has kept so far
-    LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)  # each tensor gets pages of its own
-replace(dist, "init_process_group", in_its_network)
