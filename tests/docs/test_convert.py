@@ -31,11 +31,6 @@ def torchrun(script, *options, cwd, real="", **env):
     return done
 
 
-def alone(script, *options, cwd):
-    """Done of a script that is one process, with one thread, as torchrun gives it."""
-    return run_script(ROOT / script, *options, cwd=cwd, OMP_NUM_THREADS=1)
-
-
 @pytest.mark.text
 @pytest.mark.parametrize(
     ("old", "new"), [("docs/convert_your_script/before.py", STEP2), (STEP2, AFTER)]
@@ -72,25 +67,10 @@ def test_two_processes_save_what_one_saves(tmp_path):
     model = load(tmp_path / MODEL)
     assert same_bits(model, load(tmp_path / SNAPSHOT)["MODEL_STATE"])
     assert sorted(os.listdir(tmp_path)) == [MODEL, SNAPSHOT], "nothing else is left"
-    one = alone(STEP2, "--epochs", 6, cwd=tmp_path)
+    one = run_script(ROOT / STEP2, "--epochs", 6, cwd=tmp_path)
     two = torchrun(AFTER, "--epochs", 7, cwd=tmp_path)
     for done, epochs in (one, "5 of 6"), (two, "6 of 7"):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
-
-
-STEP = "        scheduler.step()\n"
-OPTIMIZER_STEP = "        optimizer.step()\n"
-
-
-@pytest.mark.waits
-def test_a_break_that_all_ranks_decide(tmp_path):
-    """The lines of the guide: one rank wants to stop, and all do."""
-    wish = "time.monotonic() > deadline"
-    lines = fence("convert_your_script", wish)
-    lines = lines.replace(wish, "rank == 1 and epoch == 2")
-    script = plant(AFTER, tmp_path / "copy", (STEP, f"{STEP}{lines}\n"))
-    done = torchrun(script, cwd=tmp_path)
-    assert done.stdout.count("Test loss") == 2
 
 
 @pytest.mark.waits
@@ -127,17 +107,6 @@ def test_a_batch_sampler_is_shared_out(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def at_once_and_resumed(script, folder):
-    """Run two epochs, and one and one: the same snapshot. The first one's folder."""
-    at_once = folder / "at once"
-    resumed = folder / "resumed"
-    for cwd, epochs in (at_once, 2), (resumed, 1), (resumed, 2):
-        cwd.mkdir(exist_ok=True)
-        torchrun(script, "--epochs", epochs, cwd=cwd, PYTHONPATH=ROOT)
-    assert same_bits(load(at_once / SNAPSHOT), load(resumed / SNAPSHOT))
-    return at_once
-
-
 NOISY = """import random
 import numpy
 from variants.real_job import end_with_rank
@@ -149,80 +118,69 @@ class Noisy(Subset):
 
 
 def get_args():"""
-# Both workers come from a fork server.
-BOTH_FROM_FORK_SERVER = """\
+BOTH_FROM_A_FORK_SERVER = """\
         workers = torch.multiprocessing.active_children()
         assert [x._start_method for x in workers] == 2 * ["forkserver"]
+"""
+AVERAGE = "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+NOTE = """\
+        torch.save(ema.module.state_dict(), f"rank_{rank}.pt")
+        drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
+        print(*map("drawn {}".format, drawn), flush=True)
 """
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("workers", [False, True])
-def test_noise_of_each_library_resumes(workers, tmp_path):
-    """Drawn by the rank, or by workers that come from a fork server."""
+def test_the_lines_of_the_pages_resume(workers, tmp_path):
+    """In a script that has a batch normalization, and that rank 1 stops.
+
+    Noise of each library is drawn by the rank, or by workers that come from a fork
+    server. No two ranks or epochs draw the same. Averaged weights are tested with rank
+    0's statistics.
+    """
+    wish = "time.monotonic() > deadline"
+    stop = fence("convert_your_script", wish)
+    stop = stop.replace(wish, "rank == 1 and epoch == 2")
+    save = "        save_once(snapshot, SNAPSHOT)\n"
+    imports = "import torch.nn as nn\n"
     data = "    # Whole batches only"
+    start = "    epochs_run = 0\n"
+    resume = '        epochs_run = snapshot["EPOCHS_RUN"]\n'
+    saved = '"EPOCHS_RUN": epoch,'
+    top = "@torch.no_grad()\ndef test(model, device, loader):\n"
     seed = "        torch.manual_seed(args.seed + epoch * world_size + rank)\n"
     changes = [
+        (imports, imports + AVERAGE),
         ("def get_args():", NOISY),
+        ("self.conv2 =", "self.norm = nn.BatchNorm2d(8)\n        self.conv2 ="),
+        ("F.relu(self.conv1(x))", "F.relu(self.norm(self.conv1(x)))"),
+        (top, top + fence(REST, "dist.broadcast(")),
         (data, f"    train_set = Noisy(train_set, range(1000))\n{data}"),
+        (start, fence(REST, "AveragedModel(") + start),
+        (resume, f'{resume}        ema.load_state_dict(snapshot["EMA"])\n'),
         (seed, fence(REST, "numpy.random.seed(seed)")),
+        ("test(model, device, test_loader)", "test(ema, device, test_loader)"),
+        (save, save + NOTE + stop),
+        (saved, f'{saved} "EMA": ema.state_dict(),'),
     ]
     if workers:
         text = (ROOT / AFTER).read_text()
         (loader,) = re.findall(r"(?s)    train_loader = .*?\n    \)\n", text)
         lines = textwrap.indent(fence(REST, "set_forkserver_preload"), "    ")
-        changes += [
-            (loader, lines),
-            (OPTIMIZER_STEP, OPTIMIZER_STEP + BOTH_FROM_FORK_SERVER),
-        ]
-    at_once_and_resumed(plant(AFTER, tmp_path / "copy", *changes), tmp_path)
-
-
-@pytest.mark.waits
-def test_averaged_weights_resume_and_are_tested_alike(tmp_path):
-    """The lines of the page, in a script that has a batch normalization."""
-    names = "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
-    imports = "import torch.nn as nn\n"
-    start = "    epochs_run = 0\n"
-    resume = '        epochs_run = snapshot["EPOCHS_RUN"]\n'
-    saved = '"EPOCHS_RUN": epoch,'
-    top = "@torch.no_grad()\ndef test(model, device, loader):\n"
-    state = '        torch.save(ema.module.state_dict(), f"rank_{rank}.pt")\n'
-    script = plant(
-        AFTER,
-        tmp_path / "copy",
-        ("self.conv2 =", "self.norm = nn.BatchNorm2d(8)\n        self.conv2 ="),
-        ("F.relu(self.conv1(x))", "F.relu(self.norm(self.conv1(x)))"),
-        (imports, imports + names),
-        (start, fence(REST, "AveragedModel(") + start),
-        (resume, f'{resume}        ema.load_state_dict(snapshot["EMA"])\n'),
-        (saved, f'{saved} "EMA": ema.state_dict(),'),
-        ("test(model, device, test_loader)", "test(ema, device, test_loader)"),
-        (top, top + fence(REST, "dist.broadcast(")),
-        (STEP, STEP + state),
-    )
-    folder = at_once_and_resumed(script, tmp_path)
-    states = [load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
-    assert same_bits(*states), "each has rank 0's statistics"
-
-
-@pytest.mark.waits
-def test_a_kill_in_a_write_leaves_the_last_snapshot(tmp_path):
-    """step2.py dies while it writes its third snapshot, and goes on from the second.
-
-    The learning rate and dropout's random numbers must go on, too.
-    """
-    save = "        torch.save(snapshot, file)\n"
-    die = """\
-        if snapshot["EPOCHS_RUN"] == 3:
-            file.write(b"half"), file.flush(), os.kill(os.getpid(), 9)
-"""
-    script = plant(STEP2, tmp_path / "copy", (save, die + save))
-    assert alone(script, cwd=tmp_path).returncode == -9
-    resumed = alone(STEP2, cwd=tmp_path)
-    assert "resuming: 2 of 5 epochs are finished" in resumed.stdout
-    alone(STEP2, cwd=tmp_path / "copy")
-    assert same_bits(load(tmp_path / SNAPSHOT), load(tmp_path / "copy" / SNAPSHOT))
+        steps = "        optimizer.step()\n"
+        changes += [(loader, lines), (steps, steps + BOTH_FROM_A_FORK_SERVER)]
+    script = plant(AFTER, tmp_path / "copy", *changes)
+    at_once = tmp_path / "at once"
+    resumed = tmp_path / "resumed"
+    for cwd, epochs in (resumed, 1), (resumed, 9), (at_once, 9):
+        cwd.mkdir(exist_ok=True)
+        done = torchrun(script, "--epochs", epochs, cwd=cwd, PYTHONPATH=ROOT)
+    assert load(at_once / SNAPSHOT)["EPOCHS_RUN"] == 2
+    assert same_bits(load(at_once / SNAPSHOT), load(resumed / SNAPSHOT))
+    drawn = re.findall(r"drawn (\S+)", done.stdout)
+    assert len(drawn) == len({*drawn}) == 2 * 2 * 3
+    assert same_bits(load(at_once / "rank_0.pt"), load(at_once / "rank_1.pt"))
 
 
 @pytest.mark.waits

@@ -1,35 +1,10 @@
 """Code that readers copy from the pages, and that no command of a page runs."""
 
-import argparse
-import itertools
-import random
-import textwrap
-
-import numpy
 import pytest
-import torch
 
 from tests.helpers.fences import fence
 from tools.run.processes import Program
 from tools.scripts import ROOT
-
-
-def test_no_two_ranks_or_epochs_draw_the_same():
-    """From the random numbers of each of the three libraries."""
-    seeds = textwrap.dedent(fence("adapt_your_script", "numpy.random.seed(seed)"))
-    names = {
-        "args": argparse.Namespace(seed=1),
-        "world_size": 4,
-        "random": random,
-        "numpy": numpy,
-        "torch": torch,
-    }
-    drawn = []
-    for epoch, rank in itertools.product(range(3), range(4)):
-        exec(seeds, names | {"epoch": epoch, "rank": rank})
-        drawn += [random.random(), numpy.random.rand(), torch.rand(()).item()]
-    assert len(set(drawn)) == 3 * 4 * 3
-
 
 BLOCKS = """
 import copy

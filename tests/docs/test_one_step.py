@@ -1,6 +1,5 @@
 """The figure of docs/predict.md: its JavaScript says what cluster/predict.py says."""
 
-import itertools
 import json
 import random
 import re
@@ -63,12 +62,14 @@ def random_values(count):
 def test_it_says_what_predict_says(visit):
     """On 200 random inputs: each bucket, the step of each way, its limit, memory."""
     table = (ROOT / "docs/7_sharding.md").read_text()  # of bytes for a parameter
-    row = r"(?m)^\| (DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
-    formulas = dict(re.findall(row, table))
+    row = r"(?m)^\| (?:DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
+    formulas = re.findall(row, table)
     assert len(formulas) == 4
     tab = visit("predict.html")
     limits = set()
     for values in [USUAL, *random_values(200)]:
+        gpus = values["gpus"]
+        nodes = values["machines"]
         size = 4 * values["parameters"]
         job = Job(
             compute=values["step-ms"] / 1e3,
@@ -79,8 +80,6 @@ def test_it_says_what_predict_says(visit):
             accumulate=1,
             bucket=25 * 2**20,
         )
-        nodes = values["machines"]
-        gpus = values["gpus"]
         cluster = Cluster(
             gpus=gpus,
             link=values["gbit"] * 1e9 / 8,
@@ -89,23 +88,18 @@ def test_it_says_what_predict_says(visit):
             jitter=0,
             algorithm=None,
         )
-        sent = buckets(job, job.compute * job.backward, nodes, cluster)
         names = {"W": nodes * gpus, "S": gpus}
-        billions = values["parameters"] / 1e9
-        held = [eval(formula, names) * billions for formula in formulas.values()]
+        expected = [*buckets(job, job.compute * job.backward, nodes, cluster)]
+        expected += [eval(formula, names) * size / 4e9 for formula in formulas]
         shown = json.loads(tab.evaluate(LOOK, [values, 720]))
-        numbers = [*itertools.chain(*shown["sent"])]
-        expected = [*itertools.chain(*sent)]
+        found = shown["sent"] + [sum(parts) for _, parts in shown["memory"]]
         for way, (seconds, efficiency, limit) in shown["ways"].items():
             step = predict(way.lower(), job, nodes, cluster)
-            its_efficiency, its_limit = judge(step)
-            numbers += [seconds, efficiency]
-            expected += [sum(step), its_efficiency]
-            assert limit == its_limit, values
+            found += [seconds, efficiency, limit]
+            expected += [sum(step), *judge(step)]
             limits.add(limit)
-        numbers += [sum(parts) for _, parts in shown["memory"]]
-        assert [way for way, _ in shown["memory"]] == [*formulas]
-        assert numbers == pytest.approx([*expected, *held], rel=1e-9, abs=0), values
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-9, abs=0), values
     assert limits == {"compute", "latency", "bandwidth"}
 
 
