@@ -128,9 +128,8 @@ def test_a_crash_is_not_requeued(slurm, tmp_path):
     facts = job.end()
     assert "4 x cpu, batch 32 each: effective batch 128" in job.output
     assert "ValueError: planted" in job.output
-    assert facts["JobState"] == "FAILED"
-    assert facts["ExitCode"] == "1:0"
-    assert facts["Restarts"] == "0"
+    ended = facts["JobState"], facts["ExitCode"], facts["Restarts"]
+    assert ended == ("FAILED", "1:0", "0")
 
 
 def test_a_job_that_forgot_the_gpus_ends(slurm, tmp_path):

@@ -1,6 +1,5 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
-import itertools
 import math
 import re
 import subprocess
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from tools.files import copy_tree
 from tools.run.processes import Program
@@ -40,23 +39,15 @@ def test_a_page_has_each_command_of_a_docstring():
 
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
 def test_links_lead_somewhere(page):
-    here = ROOT / page
     text = re.sub(r"(?ms)^```.*?^```", "", text_of(page))
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("https://"):
-            continue
+    for name, anchor in re.findall(r"\]\((?!https:)([^)#]*)#?([^)]*)\)", text):
         # An address of a code host
-        workflow = re.fullmatch(r"../../actions/workflows/(\w+\.yml).*", target)
-        if workflow:
-            assert (ROOT / ".github/workflows" / workflow[1]).exists()
-            continue
-        name, _, anchor = target.partition("#")
-        path = (here.parent / name).resolve() if name else here
-        assert path.exists(), target
+        name = re.sub(r"^../../actions/(\S+\.yml).*", r".github/\1", name)
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), name
         if anchor:
-            headings = parse(str(path.relative_to(ROOT))).headings
-            anchors = [anchor_there for _, _, anchor_there in headings]
-            assert anchor in anchors, target
+            headings = parse(str(path.resolve().relative_to(ROOT))).headings
+            assert anchor in [its_anchor for _, _, its_anchor in headings], name
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
@@ -89,22 +80,23 @@ def test_samples_and_losses_are_those_of_the_picture(name, epochs):
     rows = []
     with_set_epoch = range(epochs)
     without = [0] * epochs
-    for epoch, rank in itertools.product([*with_set_epoch, *without], range(2)):
-        sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
-        sampler.set_epoch(epoch)
-        rows += sampler
+    for epoch in (*with_set_epoch, *without):
+        for rank in (0, 1):
+            sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
+            sampler.set_epoch(epoch)
+            rows += sampler
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(epoch)
-        first, _ = torch.randperm(16, generator=generator).split(8)
-        rows += [*first, *first]
+        taken = [*RandomSampler(range(16), generator=generator)]
+        rows += 2 * taken[:8]
     picture = text_of(f"docs/pictures/{name}.svg")
     shown = re.findall(r'class="ink n">(\d+)<', picture)
     assert [*map(int, shown)] == rows
 
-    printed = losses_of("docs/2_multigpu.md", "3/3")
-    _, right, random, without_set_epoch, *_ = [f"{loss:.3f}" for loss in printed]
+    _, right, random, without_set_epoch, *_ = losses_of("docs/2_multigpu.md", "3/3")
     shown = re.findall(r">loss ([\d.]+)<", picture)
-    assert shown == [right, without_set_epoch, random]
+    expected = right, without_set_epoch, random
+    assert shown == [f"{loss:.3f}" for loss in expected]
 
 
 @pytest.mark.parametrize("name", ["killed_run", "killed_run_narrow"])
@@ -184,13 +176,12 @@ def shows(command, output):
     return f"# Page\n\n<!-- run {command} -->\n{shown}\n<!-- end -->\n"
 
 
-VARIES = shows("echo '0.5 | 7 samples/s | 3.1 s | pid: 8'", "0.5 | [...] | pid: [...]")
-OF_TWO_RANKS = shows("echo 'a.py: error: b'; echo 'a.py: error: b'", "a.py: error: b")
-NOT_RUN = "<!-- not run here: why -->\n```sh\nfalse\n```\n"
+# A number that varies, an error of two ranks, and a command that is not run
+WELL = shows("echo '0.5 | 7 samples/s | 3.1 s | pid: 8'", "0.5 | [...] | pid: [...]")
+WELL += shows("echo 'a.py: error: b'; echo 'a.py: error: b'", "a.py: error: b")
+WELL += "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
-    "nothing wrong": (shows("echo 0.5", "0.5") + NOT_RUN, 0, ""),
-    "what varies": (VARIES, 0, ""),
-    "an error of two ranks": (OF_TWO_RANKS, 0, ""),
+    "nothing wrong": (WELL, 0, ""),
     "another number": (shows("echo 0.5", "0.502"), 1, ": stale"),
     "it fails": (shows("! echo 0.5", "0.5"), 1, "exit status 1"),
     "it does not end": (shows("sleep 60", ""), 1, "exit status 124"),
@@ -205,8 +196,7 @@ def test_output_and_commands(copy, case):
     """Output is compared; that of a command that fails is not taken for output."""
     page, expected, words = OUTPUT[case]
     (copy / "docs/page.md").write_text(page)
-    env = {"DOCS_TIMEOUT_S": 2}
-    status, message = build(copy, "--check", "--only", "page", **env)
+    status, message = build(copy, "--check", "--only", "page", DOCS_TIMEOUT_S=2)
     assert status == expected, message
     assert words in message
 

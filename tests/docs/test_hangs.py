@@ -52,10 +52,11 @@ def test_the_rank_that_waits_raises_at_the_time_out(skipped):
     assert "[rank1]" not in done.stderr, "it is ended where it is"
 
 
+tools = [shutil.which(name, path=PATH) for name in ("py-spy", "pgrep")]
+
+
 @pytest.mark.skipif(
-    not shutil.which("py-spy", path=PATH)
-    or not shutil.which("pgrep", path=PATH)
-    or os.geteuid() != 0,
+    None in tools or os.geteuid() != 0,
     reason="needs py-spy (pip install py-spy), pgrep (procps) and root",
 )
 def test_py_spy_shows_the_line_of_each_rank(skipped):

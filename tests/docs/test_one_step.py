@@ -44,19 +44,20 @@ CUT = """() => {
 POWERS = {  # of ten, from which random values are drawn
     "parameters": (6, 11),
     "step-ms": (0, 4),
+    "memory-gb": (0.9, 2.4),
     "machines": (0, 3.6),
+    "gpus": (0, 1.2),
     "gbit": (-1, 3.5),
     "inside": (0, 3.2),
 }
+WHOLE = ("parameters", "memory-gb", "machines", "gpus")
 
 
 def random_values(count):
     chance = random.Random(0)
     for _ in range(count):
         values = {name: 10 ** chance.uniform(*ends) for name, ends in POWERS.items()}
-        whole = {name: round(values[name]) for name in ("parameters", "machines")}
-        gpus = {"memory-gb": chance.randint(8, 288), "gpus": chance.randint(1, 16)}
-        yield values | whole | gpus
+        yield values | {name: round(values[name]) for name in WHOLE}
 
 
 def test_it_says_what_predict_says(visit):

@@ -22,8 +22,7 @@ PAIR = "side_by_side/single_gpu--multigpu.html"
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     """The folder of the site, built from clean, as CONTRIBUTING.md says."""
-    for module in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "notfound"):
-        pytest.importorskip(module)
+    pytest.importorskip("notfound", reason="tools/site/requirements.txt has it")
     folder = tmp_path_factory.mktemp("site")
     words = ["python", "-m", "sphinx", "-W", "-q", "-c", "tools/site", "docs", folder]
     done = Program(words, ROOT, real=True).finish()
@@ -59,12 +58,9 @@ def browser():
     if not chromium:
         pytest.skip("there is no chromium")
     only_here = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    args = ["--no-sandbox", "--disable-gpu", only_here]
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", only_here]
-        )
-        yield browser
-        browser.close()
+        yield started.chromium.launch(executable_path=chromium, args=args)
 
 
 @pytest.fixture
