@@ -62,9 +62,12 @@ def start_on(hosts, command):
     return [host.start(command, **ENV) for host in hosts]
 
 
-def check_that_all_end_well(jobs):
+def run_on(hosts, command):
+    """The same, to a good end."""
+    jobs = start_on(hosts, command)
     for job in jobs:
         assert job.finish().returncode == 0, jobs[0].output
+    return jobs
 
 
 def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
@@ -90,8 +93,7 @@ def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
     """No disk is shared."""
     with Hosts(2, tmp_path, own_disks=True) as hosts:
         command = torchrun(ROOT / "multinode.py", "5 2 --batch-size=16", nproc=2)
-        first, second = start_on(hosts, command)
-        check_that_all_end_well([first, second])
+        first, second = run_on(hosts, command)
         one, other = [host.folder / "snapshot.pt" for host in hosts]
         folder, _ = runs("single_gpu.py")
         assert_same_weights(one, folder / "snapshot.pt")
@@ -163,9 +165,8 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
         kept = load(other.folder / "snapshot.pt")["EPOCHS_RUN"]
         assert kept >= 4
         command = torchrun(script, f"{kept + 2} 2", host="node1")
-        jobs = start_on([other, new], command)
-        check_that_all_end_well(jobs)
-        assert f"{kept} of {kept + 2} epochs are finished" in jobs[0].output
+        again, _ = run_on([other, new], command)
+        assert f"{kept} of {kept + 2} epochs are finished" in again.output
 
 
 def test_a_link_is_cut(tmp_path):

@@ -15,7 +15,7 @@ from tools.scripts import PARENTS, ROOT, SCRIPTS, commands
 from tools.site.pages import TEST, page_names, parse
 
 PAGES = page_names()
-MORE_PAGES = ["tests/README.md", "benchmarks/README.md"]
+ALL_PAGES = [*PAGES, "tests/README.md", "benchmarks/README.md"]
 
 
 def text_of(page):
@@ -37,7 +37,7 @@ def test_a_page_has_each_command_of_a_docstring():
             assert " ".join(words).split() in listed, words
 
 
-@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
+@pytest.mark.parametrize("page", ALL_PAGES)
 def test_links_lead_somewhere(page):
     text = re.sub(r"(?ms)^```.*?^```", "", text_of(page))
     for name, anchor in re.findall(r"\]\((?!https:)([^)#]*)#?([^)]*)\)", text):
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page):
             assert anchor in [its_anchor for _, _, its_anchor in headings], name
 
 
-@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
+@pytest.mark.parametrize("page", ALL_PAGES)
 def test_the_tests_that_are_named_exist(page):
     for name, path in TEST.findall(text_of(page)):
         assert f"\ndef {name}(" in text_of(path), (name, path)

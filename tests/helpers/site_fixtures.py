@@ -30,16 +30,11 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def pages(site):
     """`pages(address)`: a page as BeautifulSoup."""
     bs4 = pytest.importorskip("bs4")
-
-    @functools.cache
-    def parse(name):
-        return bs4.BeautifulSoup((site / name).read_text(), "html.parser")
-
-    return parse
+    return lambda name: bs4.BeautifulSoup((site / name).read_text(), "html.parser")
 
 
 @pytest.fixture(scope="session")
