@@ -137,23 +137,20 @@ def test_clean(tmp_path, name):
     assert len(fine) > 10
 
 
-def typed(folder, *words, hooks=(), real=True):
-    """Done of `python audit.py WORDS`."""
+def typed(folder, *words, hooks=()):
+    """Done of `python audit.py WORDS`, in new interpreters if it has no hooks."""
     words = ["python", ROOT / "cluster/audit.py", *words]
+    real = not hooks
     return Program(words, folder, real, hooks=hooks, PYTHONPATH=ROOT).finish()
 
 
-def typed_in_forks(folder, *words):
-    """The same, but that all runs in forks, which have imported torch already."""
+def use_forks(script):
+    """Its commands run in forks, which have imported torch already."""
 
-    def use_forks(script):
-        def start(command, events, **settings):
-            env = audit.environment(events, **settings)
-            Program(command, folder, **env).finish()
+    def start(command, events, **settings):
+        Program(command, ".", **audit.environment(events, **settings)).finish()
 
-        script["start"] = start
-
-    return typed(folder, *words, hooks=[use_forks], real=False)
+    script["start"] = start
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -163,7 +160,8 @@ def test_like(tmp_path, name):
     status, _, text = said.partition(" | ")
     plant(BEFORE, tmp_path)
     plant(AFTER, tmp_path, *changes)
-    done = typed_in_forks(tmp_path, "--like=python before.py --epochs=2", *TOGETHER)
+    words = "--like=python before.py --epochs=2", *TOGETHER
+    done = typed(tmp_path, *words, hooks=[use_forks])
     assert done.returncode == int(status), done.stdout + done.stderr
     assert text in done.stdout + done.stderr
 
@@ -183,8 +181,8 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 def test_kill(tmp_path, words, changes, status, said):
     plant(STEP2, tmp_path)
     plant(AFTER, tmp_path, *changes)
-    snapshot = "--snapshot=stripes_snapshot.pt"
-    done = typed_in_forks(tmp_path, "--kill=20", snapshot, *words)
+    words = "--kill=20", "--snapshot=stripes_snapshot.pt", *words
+    done = typed(tmp_path, *words, hooks=[use_forks])
     assert done.returncode == status, done.stdout + done.stderr
     assert said in done.stdout
 
