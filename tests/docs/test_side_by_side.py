@@ -32,8 +32,8 @@ def test_every_pair_shows_both_files_and_marks_each_change(site):
         _, *changes = html.split('<section class="hunk"')
         for hunk, change in zip(hunks(old, new), changes, strict=True):
             change, *_ = change.split("</section>")
-            assert text_in(change, "del").splitlines() == hunk.removed
-            assert text_in(change, "ins").splitlines() == hunk.added
+            assert text_in(change, "del ").splitlines() == hunk.removed
+            assert text_in(change, "ins ").splitlines() == hunk.added
         assert len(html) < 300_000
 
 
@@ -45,7 +45,7 @@ def test_every_change_is_explained_in_place(pages):
     """A text stands at the largest of its changes, and the others lead there."""
     for (old, new), places in explanations().items():
         page = pages(f"{page_of(old, new)}.html")
-        shown = page.select(".why > summary > span")
+        shown = page.select(".why > summary > span:first-of-type")
         names = [letters(name.get_text()) for name in shown]
         assert len(names) == len({*names}), "none stands twice"
         for number, (_, heading, _) in places.items():
