@@ -31,7 +31,7 @@ BAD = [
     f"--measure {__file__} --link 1Gbit",
 ]
 PAGE = (ROOT / "docs/predict.md").read_text()
-ROWS = re.findall(r"(?m)^\| (.*) \| (.*) \| (.*) \| `(.*)` \|$", PAGE)
+ROWS = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| `(.*)` \|$", PAGE)
 assert len(ROWS) == 13
 
 
@@ -39,16 +39,14 @@ def run(words):
     return Program(["python", "cluster/predict.py", *words.split()], ROOT).finish()
 
 
-@pytest.mark.parametrize(("name", "figure", "printed", "words"), ROWS)
-def test_published_figures(name, figure, printed, words):
+@pytest.mark.parametrize(("figure", "printed", "words"), ROWS)
+def test_published_figures(figure, printed, words):
     percents = [float(number) for number in re.findall(r"([\d.]+)%", run(words).stdout)]
     value = percents[-1]
     if len(percents) > 1:  # of the efficiency in the first row
         value *= 100 / percents[0]
     error = round(value - float(figure), 1) + 0.0  # no -0.0
-    predicted = f"{value:.1f} ({error:+.1f})"
-    print(f"{name}: published {figure}, predicted {predicted}")
-    assert printed == predicted
+    assert printed == f"{value:.1f} ({error:+.1f})"
 
 
 def test_all_reduce_by_hand():
@@ -58,7 +56,8 @@ def test_all_reduce_by_hand():
     assert all_reduce(1e9, 4, ONE) == seconds
     # Trees send 2 * 1 GB, in 4 messages: they are faster if a message is short.
     trees = ONE._replace(algorithm="tree")
-    assert all_reduce(1e9, 4, trees) == pytest.approx(2.004)
+    for nodes in (3, 4):
+        assert all_reduce(1e9, nodes, trees) == pytest.approx(2.004)
     assert all_reduce(1e3, 4, ONE) == pytest.approx(0.004, rel=1e-3)
     # With two GPUs in each of two machines, a pass is 1 message between the machines
     # and 2 inside them.
@@ -116,5 +115,4 @@ def test_bad_input_is_one_line(words):
     done = run(words)
     assert done.returncode == 2
     assert not done.stdout
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("predict.py: error:")
+    assert re.fullmatch(r"predict.py: error:.*\n", done.stderr)

@@ -2,63 +2,49 @@
 
 import os
 import re
-import shutil
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
-from tools.files import edit
+from tests.hooks.faults import in_step_80, wait_in_step_80
 from tools.run import slurm_cluster
 from tools.run.launch import plant
-from tools.run.processes import TimedOut
+from tools.run.processes import PATH
 from tools.run.results import load, same_bits
-from tools.scripts import ROOT
 
 reason = slurm_cluster.why_not()
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(reason is not None, reason=f"no Slurm: {reason}"),
 ]
-SCRIPT = "cluster/multinode.sbatch"
 VARIANT = "variants/preemptible.py"
 # Instead of torchrun, where only what Slurm and the job script do matters.
-STAND_IN = """#!/bin/sh
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun $*"
-exec sleep 600
-"""
+STAND_IN = (
+    "        told() {",
+    """        torchrun() {
+            echo "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun $*"
+            exec sleep 600
+        }
+        told() {""",
+)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Job:
     """A job of the script, in a folder of its own, with the variant that it trains.
 
-    words: what stands after `sbatch`. hooks: what is attached to the variant. stand_in:
-    whether STAND_IN is started instead of torchrun. changes: texts of the job script
-    that are replaced. env: variables that sbatch hands on.
+    options: of sbatch. arguments: of the training. hooks: of the variant. changes: of
+    the job script.
     """
 
-    def __init__(
-        self, slurm, folder, *words, hooks=(), stand_in=False, changes=(), **env
-    ):
+    def __init__(self, slurm, folder, options, arguments, hooks=(), changes=()):
         self.slurm = slurm
         self.folder = folder
         plant(VARIANT, folder, hooks=hooks)
-        script = Path(shutil.copy(ROOT / SCRIPT, folder))
-        edit(script, *changes)
-        path = Path(sys.executable).parent
-        if stand_in:
-            path = folder / "bin"
-            path.mkdir()
-            torchrun = path / "torchrun"
-            torchrun.write_text(STAND_IN)
-            torchrun.chmod(0o755)
-        env |= {"PATH": f"{path}:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
-        settings = [f"{name}={value}" for name, value in env.items()]
-        words = [script if word == SCRIPT else word for word in words]
-        submit = ["sbatch", "--parsable", f"--chdir={folder}", *words]
-        number = slurm.run("env", *settings, *submit)
+        script = plant("cluster/multinode.sbatch", folder, *changes)
+        env = ["env", f"PATH={PATH}", "PYTHONWARNINGS=ignore"]
+        sbatch = ["sbatch", "--parsable", f"--chdir={folder}", *options.split()]
+        number = slurm.run(*env, *sbatch, script, *arguments.split())
         self.number = number.strip()
 
     @property
@@ -73,9 +59,8 @@ class Job:
     def wait_until(self, condition, problem):
         try:
             return self.slurm.wait_until(condition, problem)
-        except (AssertionError, TimedOut) as error:
-            more = f"{error}\n{self.facts}\n{self.output}"
-            raise type(error)(more) from None
+        finally:
+            print(self.facts, self.output)  # pytest shows it after a failure
 
     def wait_for(self, pattern):
         def seen():
@@ -85,7 +70,7 @@ class Job:
             assert found or not ended, f"it has ended without {pattern!r}"
             return found
 
-        return self.wait_until(seen, f"no {pattern!r}")
+        self.wait_until(seen, f"no {pattern!r}")
 
     def wait_for_requeue(self):
         self.wait_until(lambda: self.facts["Restarts"] != "0", "not requeued")
@@ -117,14 +102,13 @@ def no_job_is_left(slurm):
 
 def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tmp_path):
     """And ends with the bits of a run that nobody disturbed."""
-    words = ["--gpus-per-node=1", "--job-name=run7", SCRIPT, 5, 2]
-    job = Job(slurm, tmp_path, *words, hooks=["faults:wait_in_step_80"])
+    options = "--gpus-per-node=1 --job-name=run7"
+    job = Job(slurm, tmp_path, options, "5 2", hooks=[wait_in_step_80])
     job.wait_for("in step 80(.|\n)*in step 80")
     slurm.run("scancel", "--signal=TERM", job.number)
     job.wait_for_requeue()
     # 80 steps are 2.5 epochs, and the ranks ask each other every 10 steps of one.
     assert "preempted after 1280 samples of the epoch" in job.output
-    assert load(tmp_path / "run7.pt")["SAMPLES_RUN"] == 1280
     facts = job.end()
     assert facts["JobState"] == "COMPLETED", job.output
     assert facts["Restarts"] == "1"
@@ -133,36 +117,24 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
     assert "2 x cpu, batch 32 each: effective batch 64" in job.output
     assert job.output.count("\nepoch 5/5 ") == 1
     assert not (tmp_path / "run7.pt.preempted").exists()
-    folder, _ = runs(VARIANT)
-    undisturbed = load(folder / "snapshot.pt")
-    assert same_bits(load(tmp_path / "run7.pt"), undisturbed)
+    undisturbed, _ = runs(VARIANT)
+    assert same_bits(load(tmp_path / "run7.pt"), load(undisturbed / "snapshot.pt"))
 
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):
     no_restarts = ("--max-restarts=3", "--max-restarts=0")
-    job = Job(
-        slurm,
-        tmp_path,
-        "--gpus-per-node=2",
-        SCRIPT,
-        5,
-        2,
-        hooks=["faults:in_step_80"],
-        changes=[no_restarts],
-        IN_STEP_80="raise",
-    )
+    options = "--gpus-per-node=2 --export=ALL,IN_STEP_80=raise"
+    job = Job(slurm, tmp_path, options, "5 2", [in_step_80], [no_restarts])
     facts = job.end()
     assert "4 x cpu, batch 32 each: effective batch 128" in job.output
     assert "ValueError: planted" in job.output
-    assert facts["JobState"] == "FAILED"
-    assert facts["ExitCode"] == "1:0"
-    assert facts["Restarts"] == "0"
-    assert not (tmp_path / "multinode.pt.preempted").exists()
+    ended = facts["JobState"], facts["ExitCode"], facts["Restarts"]
+    assert ended == ("FAILED", "1:0", "0")
 
 
 def test_a_job_that_forgot_the_gpus_ends(slurm, tmp_path):
     """Else it would train on the CPUs of a node with GPUs."""
-    job = Job(slurm, tmp_path, SCRIPT, 5, 2)
+    job = Job(slurm, tmp_path, "", "5 2")
     facts = job.end()
     assert facts["ExitCode"] == "2:0"
     line = "multinode.sbatch: error: the nodes have GPUs: add --gpus-per-node=..."
@@ -174,14 +146,11 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 ):
     """The first process alone is told, as with proctrack/cgroup, which is not here.
 
-    And at a site that exports nothing: the path is then set in the script, and srun
-    hands all on to the tasks.
+    And at a site that exports nothing: srun hands all on to the tasks.
     """
     pretend = ("'ProctrackType.*cgroup'", "ProctrackType")
-    line = "export SNAPSHOT=$SLURM_JOB_NAME.pt\n"
-    path = (line, f"export PATH={tmp_path}/bin:$PATH\n{line}")
-    words = ["--export=NONE", "--gpus-per-node=2", SCRIPT, 50, 10]
-    job = Job(slurm, tmp_path, *words, stand_in=True, changes=[pretend, path])
+    options = "--export=NONE --gpus-per-node=2"
+    job = Job(slurm, tmp_path, options, "50 10", changes=[STAND_IN, pretend])
     job.wait_for("torchrun(.|\n)*torchrun")
     (flags,) = {*re.findall(".*torchrun.*is_host=1.*", job.output)}
     assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
@@ -189,12 +158,9 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     assert " --rdzv-conf=is_host=1,read_timeout=600 " in flags
     assert flags.endswith("variants.preemptible 50 10 --snapshot-path=multinode.pt")
     for node in slurm.nodes:
-        (first,) = [
-            pid
-            for pid, line in node.processes().items()
-            if re.match(r"\S*bash -c\s+told", line)
-        ]
-        os.kill(first, signal.SIGTERM)
+        for pid, line in node.processes().items():
+            if re.match(r"\S*bash -c\s+torchrun", line):
+                os.kill(pid, signal.SIGTERM)
     job.wait_for_requeue()
     job.wait_for(rf"--rdzv-id={job.number}\.1 ")
     assert job.cancel()["JobState"] == "CANCELLED"
@@ -202,12 +168,12 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
 
 def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_path):
     """Both would write one snapshot. Slurm holds the second back."""
-    words = ["--gpus-per-node=1", SCRIPT, 50, 10]
+    words = "--gpus-per-node=1", "50 10"
     # Its shell outlives the SIGTERM, as if the tasks had ended long before it came.
     late = ("\nsrun ", "\ntrap : TERM\nsrun ")
-    first = Job(slurm, tmp_path / "1", *words, stand_in=True, changes=[late])
+    first = Job(slurm, tmp_path / "1", *words, changes=[STAND_IN, late])
     first.wait_for("torchrun(.|\n)*torchrun")
-    second = Job(slurm, tmp_path / "2", *words, stand_in=True)
+    second = Job(slurm, tmp_path / "2", *words, changes=[STAND_IN])
     second.wait_until(lambda: second.facts["Reason"] == "Dependency", "it runs")
     assert second.facts["JobState"] == "PENDING"
     for job in (first, second):  # and cancelled, they stay cancelled
@@ -217,9 +183,8 @@ def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_p
 
 
 def test_shortly_before_its_time_limit_it_is_requeued(slurm, tmp_path):
-    words = ["--time=1", "--signal=TERM@60", "--nodes=1", "--gpus-per-node=1"]
-    words += [SCRIPT, 50, 10]
-    job = Job(slurm, tmp_path, *words, stand_in=True)
+    options = "--time=1 --signal=TERM@60 --nodes=1 --gpus-per-node=1"
+    job = Job(slurm, tmp_path, options, "50 10", changes=[STAND_IN])
     job.wait_for_requeue()  # it would be near its limit again, and again
     job.cancel()
 
@@ -229,13 +194,12 @@ def test_a_node_loses_its_power_and_the_job_goes_on_with_the_other(tmp_path):
     # others get SIGKILL 30 s later; two nodes or none.
     short = {"SlurmdTimeout": 10, "MessageTimeout": 10, "KillWait": 2}
     with slurm_cluster.Slurm(2, tmp_path, gpus=0, **short) as slurm:
-        words = ["--nodes=1-2", SCRIPT, 10**6, 1]
-        job = Job(slurm, tmp_path / "job", *words)
+        job = Job(slurm, tmp_path / "job", "--nodes=1-2", "1000000 1")
         job.wait_for("epoch 2 saved")
         slurm.nodes[1].unplug()
         job.wait_for_requeue()
         *_, saved = re.findall(r"epoch (\d+) saved", job.output)
-        job.wait_for(f"{saved} of {10**6} epochs are finished")
+        job.wait_for(f"{saved} of 1000000 epochs are finished")
         # Without a GPU there are two processes per node.
         assert "2 x cpu, batch 32 each: effective batch 64" in job.output
         job.wait_for(f"epoch {int(saved) + 1} saved")

@@ -1,42 +1,10 @@
 """Code that readers copy from the pages, and that no command of a page runs."""
 
-import argparse
-import itertools
-import random
-import re
-import textwrap
-
-import numpy
 import pytest
-import torch
 
+from tests.helpers.fences import fence
 from tools.run.processes import Program
 from tools.scripts import ROOT
-
-
-def fence(page, text):
-    """The Python code of a page that has this text in it."""
-    fences = re.findall("(?s)```python\n(.*?)```", (ROOT / page).read_text())
-    (code,) = [fence for fence in fences if text in fence]
-    return textwrap.dedent(code)
-
-
-def test_no_two_ranks_or_epochs_draw_the_same():
-    """From the random numbers of each of the three libraries."""
-    seeds = fence("docs/adapt_your_script.md", "numpy.random.seed(seed)")
-    names = {
-        "args": argparse.Namespace(seed=1),
-        "world_size": 4,
-        "random": random,
-        "numpy": numpy,
-        "torch": torch,
-    }
-    drawn = []
-    for epoch, rank in itertools.product(range(3), range(4)):
-        exec(seeds, names | {"epoch": epoch, "rank": rank})
-        drawn += [random.random(), numpy.random.rand(), torch.rand(()).item()]
-    assert len(set(drawn)) == 3 * 4 * 3
-
 
 BLOCKS = """
 import copy
@@ -106,7 +74,7 @@ dist.destroy_process_group()
 @pytest.mark.waits
 def test_the_plan_of_a_transformer(tmp_path):
     """Two ranks compute its outputs and gradients, each with half of the weights."""
-    plan = fence("docs/split_your_model.md", "PLAN = {}")
+    plan = fence("split_your_model", "PLAN = {}")
     script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
     (tmp_path / "blocks.py").write_text(script)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "blocks.py"]
