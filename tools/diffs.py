@@ -151,21 +151,6 @@ def hunks(old, new):
     return found
 
 
-def mix(old, new, numbers):
-    """The text of `old` with only some hunks of the diff to `new` in it.
-
-    `numbers`: those of the hunks. None of them gives `old`, and all of them give `new`.
-    """
-    before = read_lines(old)
-    lines = []
-    done = 0
-    for hunk in hunks(old, new):
-        lines += before[done : hunk.old_start - 1]
-        lines += hunk.added if hunk.number in numbers else hunk.removed
-        done = hunk.old_end - 1
-    return "\n".join([*lines, *before[done:]]) + "\n"
-
-
 def changed_lines(old, new):
     """The changed lines, each with its sign, not counting blank ones."""
     lines = []

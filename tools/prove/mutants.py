@@ -271,7 +271,7 @@ def arguments(diff):
             added = diff.added.intersection(lines)
             if added and ast.dump(node) not in theirs:
                 others = [*texts[:number], *texts[number + 1 :]]
-                text = with_arguments(diff.child, call, ", ".join(others))
+                text = with_arguments(diff, call, ", ".join(others))
                 what = f"{texts[number]} in {whole}"
                 yield min(added), what, "argument", [text]
 
@@ -282,19 +282,14 @@ def arguments_of(call):
     return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
 
-def with_arguments(text, call, others):
-    """The text with `others`, a text, in the parentheses of a call."""
-    data = text.encode()  # because the columns of `ast` count bytes
-    end_of_name = offset(data, call.func.end_lineno, call.func.end_col_offset)
-    opening = data.index(b"(", end_of_name)
-    closing = offset(data, call.end_lineno, call.end_col_offset) - 1
-    return (data[: opening + 1] + others.encode() + data[closing:]).decode()
-
-
-def offset(data, line, column):
-    """How many bytes stand before a place of a text."""
-    lines_before = data.split(b"\n")[: line - 1]
-    return sum(len(before) + 1 for before in lines_before) + column
+def with_arguments(diff, call, others):
+    """The child with `others`, a text, in the parentheses of a call."""
+    # In bytes, as `ast` counts columns
+    before = diff.new[call.lineno - 1].encode()[: call.col_offset].decode()
+    after = diff.new[call.end_lineno - 1].encode()[call.end_col_offset :].decode()
+    function = ast.get_source_segment(diff.child, call.func)
+    line = f"{before}{function}({others}){after}"
+    return diff.replaced(call.lineno, call.end_lineno, [line])
 
 
 def calls(node):

@@ -229,10 +229,3 @@ def descendants(pid):
     for child in found:
         found += children.get(child, [])
     return found
-
-
-def began(pid):
-    """When a process began, as time.time() counts; OSError if it has ended."""
-    ticks = int(stat(pid)[19])  # since the machine was started: proc_pid_stat(5)
-    uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
