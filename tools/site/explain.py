@@ -18,37 +18,18 @@ from docutils import nodes
 from tools.diffs import hunks
 from tools.scripts import ROOT
 from tools.site.commands import CUT, VARIES, same
-from tools.site.pages import END, parse, right_output
+from tools.site.pages import parse, right_output
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
-BELOW = {"siblings": True, "descend": False}
 TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
 
-def dress(app, doctree):
-    """In a chapter: diffs in colour, switches between outputs, quiet lists of tests."""
-    docname = app.env.docname
-    page = parse(f"docs/{docname}.md")
-    for paragraph in doctree.findall(nodes.paragraph):
-        if paragraph.astext().startswith("Tests: "):
-            paragraph["classes"].append("tests")
-    raws = {raw.astext().strip(): raw for raw in doctree.findall(nodes.raw)}
-    fences = {}
-    for block in page.blocks:
-        marker = raws[page.lines[block.line - 1]]
-        diff = fence_of(marker, "diff")
-        lines = diff.astext().splitlines() if diff else []
-        if block.kind == "diff":
-            colour(diff, diff_html(block.old, block.new, lines))
-            continue
-        fences[block.line] = fence_of(marker, "console")
-        if diff:  # the patch of a run; the text above it names the file
-            html = diff_html(block.script, block.script, lines[2:])
-            colour(diff, f'<div class="patch">{html}</div>')
-    for block, right_block in switches(page):
-        fence = fences[block.line]
-        right = fences[right_block.line].astext()
-        wrong = fence.astext()
+def shown(app, docname, page, block):
+    """What stands between a block's markers on the site: its diff, or a switch."""
+    right_block = switches(page).get(block.line)
+    if right_block:
+        right = page.output_of(right_block)
+        wrong = page.output_of(block)
         context = {
             "id": f"flip-{docname}-{block.line}",
             "rows": losses(right, wrong),
@@ -56,49 +37,40 @@ def dress(app, doctree):
             "scene": right_block.faults,
             "outputs": [marked(right, wrong), marked(wrong, right)],
         }
-        html = app.builder.templates.render("flip.html", context)
-        switch = nodes.raw(html, html, format="html")
-        fence.replace_self(switch)
-        remove_between(raws[page.lines[block.line - 1]], switch)
+        return raw(app.builder.templates.render("flip.html", context))
+    lines = page.lines[block.line : block.end]
+    if "```diff" in lines:
+        start = lines.index("```diff")
+        end = lines.index("```", start)
+        diff = lines[start + 1 : end]
+        if block.kind == "diff":
+            html = diff_html(block.old, block.new, diff)
+        else:  # the patch of a run; the text above it names the file
+            html = diff_html(block.script, block.script, diff[2:])
+            html = f'<div class="patch">{html}</div>'
+        lines[start : end + 1] = raw(html)
+    return lines
 
 
-def fence_of(marker, kind):
-    """The first fence of a kind between a marker and its end, or None."""
-    node = marker.next_node(**BELOW)
-    while node and node.astext().strip() != END:
-        if node.get("language") == kind:
-            return node
-        node = node.next_node(**BELOW)
-    return None
-
-
-def colour(fence, html):
-    fence.replace_self(nodes.raw("", html, format="html"))
-
-
-def remove_between(marker, switch):
-    """Remove what said how the script was changed: the switch says it."""
-    node = marker.next_node(**BELOW)
-    while node is not switch:
-        node.parent.remove(node)
-        node = marker.next_node(**BELOW)
+def raw(html):
+    """A fence that Sphinx shows as this HTML."""
+    return ["``````{raw} html", html, "``````"]
 
 
 def switches(page):
-    """[(block with a wrong output, block with the right one)]: they become a switch."""
+    """{line of a block with a wrong output: the block with the right one}"""
     explaining = {block.anchor for block in page.blocks if block.hunks}
-    pairs = []
+    rights = {}
     for block in page.blocks:
         right = right_output(page, block)
         if right:
-            pairs.append((block, right))
-    # A block that is the right output of a switch stays as it is.
-    shown_as_right = [right.line for _, right in pairs]
-    return [
-        (block, right)
-        for block, right in pairs
-        if block.anchor in explaining and block.line not in shown_as_right
-    ]
+            rights[block.line] = right
+    found = {}
+    for block in page.blocks:
+        # A block that is the right output of a switch stays as it is.
+        if block.anchor in explaining and block not in rights.values():
+            found[block.line] = rights.get(block.line)
+    return found
 
 
 @functools.cache

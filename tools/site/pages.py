@@ -90,8 +90,10 @@ class Page:
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
     def output_of(self, block):
-        """The text between a block's markers."""
-        return "\n".join(self.lines[block.line : block.end])
+        """The command of a `run` block, and what it prints."""
+        lines = self.lines[block.line : block.end]
+        first = lines.index("```console") + 1
+        return "\n".join([*lines[first:-1], ""])
 
 
 def slug(heading, taken):
