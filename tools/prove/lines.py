@@ -28,13 +28,14 @@ import ast
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -130,79 +131,69 @@ def about(test, child):
 # Each mutant is tested in a copy of the tree.
 
 
-class Case:
-    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control."""
+def attempt(child, mutant, tests):
+    """Run tests in a fork, on a copy of the tree that has `mutant`, or on a control.
 
-    def __init__(self, folder, child, mutant, tests):
-        self.folder = Path(folder)
-        self.mutant = mutant
-        self.began = time.monotonic()
-        copy_tree(self.folder)
+    (mutant, facts, output)
+    """
+    found = facts | {"no_verdict": ["pytest does not start"]}
+    with tempfile.TemporaryDirectory(prefix="lines-") as name:
+        folder = Path(name)
+        copy_tree(folder)
         if mutant:
-            (self.folder / child).write_text(mutant.text)
+            (folder / child).write_text(mutant.text)
         # The stand-in's source is one file for all copies: it is compiled once.
-        standin = self.folder / "tests/standin/standin.cpp"
+        standin = folder / "tests/standin/standin.cpp"
         standin.unlink()
         standin.symlink_to(ROOT / "tests/standin/standin.cpp")
-        temporary = self.folder / ".tmp"
+        temporary = folder / ".tmp"
         temporary.mkdir()
-        self.facts = self.folder / ".facts"
-        words = ["python", "-m", "pytest", "--full", "-q", "-m", "not text"]
-        words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
+        written = folder / ".facts"
         # pytest starts in half the time if it need not say why an assertion fails.
-        words.append("--assert=plain")
-        words += sorted({file_of(test) for test in tests})
-        self.fork = Program(
-            words,
+        words = "python -m pytest --full -q -p tools.prove.lines --assert=plain"
+        words += " --continue-on-collection-errors -m"
+        fork = Program(
+            [*words.split(), "not text", *sorted({file_of(test) for test in tests})],
             folder,
             merged=True,
             TMPDIR=temporary,
             CHILD=child,
-            FACTS=self.facts,
+            FACTS=written,
             TESTS=json.dumps(tests),
             PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
             TEST_TIMEOUT_S=os.environ.get("TEST_TIMEOUT_S", WAIT_S),
         )
-
-    def ended(self):
-        is_late = time.monotonic() > self.began + LIMIT_S
-        return is_late or self.fork.poll() is not None
-
-    def result(self):
-        """(mutant, facts, output)"""
-        found = facts | {"no_verdict": ["pytest does not start"]}
         try:
-            output = self.fork.finish(timeout_s=0).stdout
-            if self.facts.exists():
-                found = json.loads(self.facts.read_text())
+            output = fork.finish(LIMIT_S).stdout
+            if written.exists():
+                found = json.loads(written.read_text())
         except TimedOut as error:
             output = str(error)
             found["no_verdict"] = [f"the tests take more than {LIMIT_S} s"]
-        shutil.rmtree(self.folder)
-        return self.mutant, found, output
+        finally:
+            end_all()  # if this is interrupted
+    return mutant, found, output
 
 
 def run(child, tasks):
-    """Yield `Case.result()` of each task, (mutant, tests), as they end.
+    """Yield what `attempt` returns of each task, (mutant, tests), as they end.
 
     tasks: an iterator, which is asked for the next task when there is room for it.
     """
-    running = []
-    with tempfile.TemporaryDirectory(prefix="lines-") as folder:
-        try:
-            while True:
-                for task in itertools.islice(tasks, JOBS - len(running)):
-                    place = tempfile.mkdtemp(dir=folder)
-                    running.append(Case(place, child, *task))
-                if not running:
-                    break
-                for case in [*running]:
-                    if case.ended():
-                        running.remove(case)
-                        yield case.result()
-                time.sleep(0.02)
-        finally:
-            end_all()
+    # Each worker is a process without threads, so that it may fork.
+    forked = multiprocessing.get_context("fork")
+    with futures.ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
+        running = set()
+        while True:
+            for task in itertools.islice(tasks, JOBS - len(running)):
+                from tools.run import warm  # noqa: F401  once here, not in each worker
+
+                running.add(pool.submit(attempt, child, *task))
+            if not running:
+                break
+            ended, running = futures.wait(running, return_when="FIRST_COMPLETED")
+            for job in ended:
+                yield job.result()
 
 
 # The proof of a script runs its mutants and reports each.

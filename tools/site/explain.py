@@ -18,7 +18,7 @@ from docutils import nodes
 from tools.diffs import hunks
 from tools.scripts import ROOT
 from tools.site.commands import CUT, VARIES, same
-from tools.site.pages import parse, right_output
+from tools.site.pages import parse, right_outputs
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
 TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
@@ -59,16 +59,11 @@ def raw(html):
 
 def switches(page):
     """{line of a block with a wrong output: the block with the right one}"""
-    explaining = {block.anchor for block in page.blocks if block.hunks}
-    rights = {}
-    for block in page.blocks:
-        right = right_output(page, block)
-        if right:
-            rights[block.line] = right
+    rights = right_outputs(page)
     found = {}
     for block in page.blocks:
         # A block that is the right output of a switch stays as it is.
-        if block.anchor in explaining and block not in rights.values():
+        if block.anchor in page.explaining() and block not in rights.values():
             found[block.line] = rights.get(block.line)
     return found
 

@@ -5,7 +5,7 @@ import re
 from tools.diffs import hunks, signed
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
-from tools.site.pages import has, parse, right_output
+from tools.site.pages import has, parse, right_outputs
 
 # What comes first: each of these texts is in one change, with what goes wrong.
 MISTAKES = {
@@ -48,7 +48,7 @@ def mistake(text, old, new, explained):
     name, heading, anchor = explained[old, new][hunk.number]
     page = parse(f"docs/{name}.md")
     blocks = [block for block in page.blocks if block.faults and block.anchor == anchor]
-    right = page.output_of(right_output(page, blocks[0]))
+    right = page.output_of(right_outputs(page)[blocks[0].line])
     wrong = page.output_of(blocks[0])
     others = "\n".join(map(page.output_of, blocks[1:]))
     lines = correction(new, blocks[0].faults)

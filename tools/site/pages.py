@@ -89,6 +89,10 @@ class Page:
         text = "\n".join(self.lines[first - 1 : end - 1])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
+    def explaining(self):
+        """The anchors of the headings that explain a change."""
+        return {block.anchor for block in self.blocks if block.hunks}
+
     def output_of(self, block):
         """The command of a `run` block, and what it prints."""
         lines = self.lines[block.line : block.end]
@@ -249,25 +253,26 @@ def has(hunk, text):
 
 
 def find_end(block, lines):
-    for i in range(block.line, len(lines)):
-        if lines[i] == END:
-            return i
-        if lines[i].startswith("<!--"):
-            break
-    raise block.wrong(f"this marker has no {END}")
+    below = range(block.line, len(lines))
+    markers = [i for i in below if lines[i].startswith("<!--")]
+    if not markers or lines[markers[0]] != END:
+        raise block.wrong(f"this marker has no {END}")
+    return markers[0]
 
 
-def right_output(page, block):
-    """The `run` block of a page with the same command and fewer of its faults, or None.
+def right_outputs(page):
+    """{line of a `run` block: the one of its command that has fewer of its faults}
 
     Fewer, and not none: some faults only set the scene, in the right output as well.
     """
-    others = []
-    for other in page.blocks:
-        is_same_run = other.kind == "run" and other.text == block.text
-        if is_same_run and set(other.faults) < set(block.faults):
-            others.append(other)
-    return max(others, key=lambda other: len(other.faults), default=None)
+    runs = [block for block in page.blocks if block.kind == "run"]
+    runs.sort(key=lambda block: len(block.faults))
+    found = {}
+    for block in runs:
+        for other in runs:
+            if other.text == block.text and set(other.faults) < set(block.faults):
+                found[block.line] = other
+    return found
 
 
 # Explanations
