@@ -52,11 +52,6 @@ def signed(removed, added):
     return minus + plus
 
 
-def without_blank(lines):
-    """`signed` lines that have more than their sign."""
-    return [line for line in lines if line[1:].strip()]
-
-
 class Hunk(NamedTuple):
     """Adjacent changed lines.
 
@@ -153,7 +148,5 @@ def hunks(old, new):
 
 def changed_lines(old, new):
     """The changed lines, each with its sign, not counting blank ones."""
-    lines = []
-    for hunk in hunks(old, new):
-        lines += hunk.lines
-    return without_blank(lines)
+    lines = sum((hunk.lines for hunk in hunks(old, new)), [])
+    return [line for line in lines if line[1:].strip()]

@@ -164,71 +164,67 @@ def sized(html, up=""):
     return re.sub(IMAGE, tag_of, html)
 
 
-class Explainer:
-    """`whys(old, new, places)`: what the chapters say about each change."""
+@functools.cache
+def sections(app, page):
+    """{anchor: the section of a chapter}"""
+    doctree = app.env.get_and_resolve_doctree(page, app.builder)
+    return {node.get("slug"): node for node in doctree.findall(nodes.section)}
 
-    def __init__(self, app):
-        self.app = app
-        # Many changes need the same page and explanation, so each is kept. A decorator
-        # would keep this object, too, with its app, until the process ends.
-        self.doctree = functools.cache(self.doctree)
-        self.why = functools.cache(self.why)
 
-    def doctree(self, page):
-        return self.app.env.get_and_resolve_doctree(page, self.app.builder)
+@functools.cache
+def why(app, page, anchor):
+    """What a section of a chapter says, without its heading and its diff."""
+    section = sections(app, page)[anchor]
+    blocks = parse(f"docs/{page}.md").blocks
+    (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
+    html = ""
+    for node in section.children:
+        if isinstance(node, (nodes.title, nodes.section)):
+            continue
+        # The page of two scripts has the diff, and needs no link to itself.
+        ours = "<!--|<p class=.beside|<div class=.highlight-diff"
+        if not re.match(ours, node.astext()):
+            html += html_of(app, page, node)
+    what, without, rest = html.partition("<p><strong>Without it.</strong>")
+    return {
+        "id": f"why-{page}-{anchor}",
+        "heading": section.next_node(nodes.title).astext(),
+        "link": f"../{page}.html#{anchor}",
+        "chapter": app.env.titles[page].astext(),
+        "step": (block.old, block.new),
+        "html": [part for part in (what, without + rest) if part],
+        "flips": "<fieldset" in html,
+    }
 
-    def why(self, page, anchor):
-        sections = self.doctree(page).findall(nodes.section)
-        section = next(node for node in sections if node.get("slug") == anchor)
-        blocks = parse(f"docs/{page}.md").blocks
-        (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
-        html = ""
-        for node in section.children:
-            if isinstance(node, (nodes.title, nodes.section)):
-                continue
-            # The page of two scripts has the diff, and needs no link to itself.
-            ours = "<!--|<p class=.beside|<div class=.highlight-diff"
-            if not re.match(ours, node.astext()):
-                html += self.html(page, node)
-        what, without, rest = html.partition("<p><strong>Without it.</strong>")
-        return {
-            "id": f"why-{page}-{anchor}",
-            "heading": section.next_node(nodes.title).astext(),
-            "link": f"../{page}.html#{anchor}",
-            "chapter": self.app.env.titles[page].astext(),
-            "step": (block.old, block.new),
-            "html": [part for part in (what, without + rest) if part],
-            "flips": "<fieldset" in html,
-        }
 
-    def html(self, page, node):
-        """A node as it is shown on a page of another folder, without ids."""
-        node = node.deepcopy()
-        for element in node.findall(nodes.Element):
-            element["ids"] = []
-            uri = element.get("refuri") or "#" + element.get("refid", "")
-            if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
-                element.attributes.pop("refid", None)
-                element["refuri"] = "../" + urljoin(f"{page}.html", uri)
-        fragment = self.app.builder.render_partial(node)["fragment"].strip()
-        return sized(fragment, up="../")
+def html_of(app, page, node):
+    """A node as it is shown on a page of another folder, without ids."""
+    node = node.deepcopy()
+    for element in node.findall(nodes.Element):
+        element["ids"] = []
+        uri = element.get("refuri") or "#" + element.get("refid", "")
+        if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
+            element.attributes.pop("refid", None)
+            element["refuri"] = "../" + urljoin(f"{page}.html", uri)
+    fragment = app.builder.render_partial(node)["fragment"].strip()
+    return sized(fragment, up="../")
 
-    def whys(self, old, new, places):
-        """{hunk number: [texts]}, of `places`, which `explain` has found.
 
-        Each text stands at its largest hunk below the imports; the others link to it.
-        """
+def whys(app, old, new, places):
+    """{hunk number: [what the chapters say]}, of `places`, which `explain` has found.
 
-        def rank(hunk):
-            return in_head(hunk, old, new), -len(hunk.lines)
+    Each text stands at its largest hunk below the imports; the others link to it.
+    """
 
-        stands_at = {}
-        found = {}
-        for hunk in sorted(hunks(old, new), key=rank):
-            found[hunk.number] = []
-            for page, _, anchor in places[hunk.number]:
-                why = self.why(page, anchor)
-                at = stands_at.setdefault(why["id"], hunk.number)
-                is_here = at == hunk.number
-                found[hunk.number].append(why | {"at": at, "here": is_here})
-        return found
+    def rank(hunk):
+        return in_head(hunk, old, new), -len(hunk.lines)
+
+    stands_at = {}
+    found = {}
+    for hunk in sorted(hunks(old, new), key=rank):
+        found[hunk.number] = []
+        for page, _, anchor in places[hunk.number]:
+            at = stands_at.setdefault((page, anchor), hunk.number)
+            where = {"at": at, "here": at == hunk.number}
+            found[hunk.number].append(why(app, page, anchor) | where)
+    return found

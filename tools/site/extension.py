@@ -16,7 +16,7 @@ from tools.diffs import changed_lines, hunks, scopes
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry
 from tools.site import pages
 from tools.site.build import chapters
-from tools.site.explain import Explainer, shown, sized
+from tools.site.explain import shown, sized, whys
 from tools.site.home import home
 from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
 
@@ -117,16 +117,14 @@ def make_pages(app):
     }
     yield "index", home(explained), "home.html"
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
-    explainer = Explainer(app)
     for old, new in pairs:
         places = explain(old, new, explained)
-        whys = explainer.whys(old, new, places)
         context = {
             "title": f"{old} and {new} side by side",
             "old": old,
             "new": new,
             "count": len(hunks(old, new)),
-            "parts": parts(old, new, whys),
+            "parts": parts(old, new, whys(app, old, new, places)),
         }
         yield page_of(old, new), context, "side_by_side.html"
     for name in files:
