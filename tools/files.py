@@ -26,8 +26,8 @@ def file_names(root=ROOT):
     Without git (an unpacked archive, a copy made by `copy_tree`) they are all but
     hidden files and what runs leave behind.
     """
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    command = "git ls-files --cached --others --exclude-standard"
+    listed = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
     if listed.returncode == 0:
         names = listed.stdout.splitlines()
         return sorted(name for name in names if (root / name).is_file())

@@ -41,14 +41,13 @@ from pathlib import Path
 import pytest
 
 from tools.cli import Parser
-from tools.diffs import hunks
 from tools.files import copy_tree
 from tools.prove import record
 from tools.prove.mutants import mutants
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, end_all
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS
-from tools.site.pages import named_tests
+from tools.site.pages import linked_tests, page_names, parse
 
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
@@ -201,13 +200,14 @@ def run(child, tasks):
 
 def named_by_line(edge):
     """{line of the child: the tests that its explanation names}."""
-    tests = named_tests(*edge)
     found = {}
-    for hunk in hunks(*edge):
-        # A hunk that only removes lines is put back at one line.
-        for i in range(max(1, len(hunk.added))):
-            # If no page explains the hunk, tools.site.build says so.
-            found[hunk.new_start + i] = tests.get(hunk.number, [])
+    for page in map(parse, page_names()):
+        for block in page.blocks:
+            if (block.old, block.new) == edge:
+                for hunk in block.hunks:
+                    # A hunk that only removes lines is put back at one line.
+                    for i in range(max(1, len(hunk.added))):
+                        found[hunk.new_start + i] = linked_tests(page.section(block))
     return found
 
 

@@ -10,7 +10,6 @@ names do.
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
 SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
-SHARED += r"|tests/(?!helpers/|.*md$).*"
+SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
 LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}
@@ -41,7 +40,6 @@ def depends_on(file, about):
     elif re.search(LISTS, code):
         files.update(SCRIPTS)
     shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
-    shared = [name for name in shared if not Path(name).name.startswith("test_")]
     return digest(files.union(shared, trunk()))
 
 

@@ -303,14 +303,3 @@ def explanations(pages=None):
                     raise block.wrong(f"{other} explains it already: {hunk.lines}")
                 places[hunk.number] = (name, block.heading, block.anchor)
     return found
-
-
-def named_tests(old, new):
-    """{hunk number: the tests that its explanation says will miss it}."""
-    found = {}
-    for page in map(parse, page_names()):
-        for block in page.blocks:
-            if (block.old, block.new) == (old, new):
-                tests = linked_tests(page.section(block))
-                found |= {hunk.number: tests for hunk in block.hunks}
-    return found

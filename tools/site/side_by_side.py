@@ -166,9 +166,8 @@ def explain(old, new, explained):
     own = explained.get((old, new), {})
     places = {}
     for hunk in hunks(old, new):
-        if hunk.number in own:
-            found = [own[hunk.number]]
-        else:
+        found = [own[hunk.number]] if hunk.number in own else []
+        if not found:
             found = [place for other, place in on_the_way if share_a_line(hunk, other)]
         if not found:
             found = [place for other, place in on_the_way if other.scope == hunk.scope]
