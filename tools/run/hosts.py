@@ -43,10 +43,10 @@ ip link set lo up
 HOLD = "echo; read _"
 # Without root, all namespaces are in one where this user is root.
 IS_ROOT = os.geteuid() == 0
-UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
-AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
+UNSHARE = "unshare" if IS_ROOT else "unshare --map-root-user"
+AS_ROOT = "" if IS_ROOT else "--user --preserve-credentials"
 # The namespaces that each host has of its own
-SPACES = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+SPACES = "--net --uts --mount --ipc --pid"
 
 
 def why_not():
@@ -54,8 +54,9 @@ def why_not():
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if missing:
         return f"there is no {missing[0]}: install iproute2"
-    words = [*UNSHARE, "--net", "true"]
-    tried = Program(words, None, real=True, PATH=PATH).finish()
+    tried = Program(
+        f"{UNSHARE} --net true".split(), None, real=True, PATH=PATH
+    ).finish()
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -99,9 +100,8 @@ class Host(Network):
 
     def boot(self):
         """Turn it on, with nothing running."""
-        own = [*SPACES, "--fork", "--mount-proc", "--kill-child"]
-        first = ["unshare", *own, "sh", "-c", HOLD]
-        self.first = start_first(self.hosts.inside(first))
+        own = f"unshare {SPACES} --fork --mount-proc --kill-child"
+        self.first = start_first(self.hosts.inside(own.split()))
         self.pid = child_of(self.first)
         self.run("sh", "-ec", BOOT, self.name, self.hosts.names)
         # The same card after each boot: neighbours remember it for half a minute.
@@ -114,8 +114,8 @@ class Host(Network):
 
     def inside(self, command):
         """`command`, to be run on this host in its folder: a list of words."""
-        enter = ["nsenter", "--target", str(self.pid), *SPACES, *AS_ROOT]
-        return [*enter, f"--wd={self.folder}", "--", *map(str, command)]
+        enter = f"nsenter --target {self.pid} {SPACES} {AS_ROOT}"
+        return [*enter.split(), f"--wd={self.folder}", "--", *map(str, command)]
 
     def start(self, command, **env):
         """Start a long one in its folder: a Program, with all it prints in `output`."""
@@ -172,7 +172,7 @@ class Hosts(Network, list):
     def __init__(self, count, folder, own_disks=False):
         self.folder = Path(folder).resolve()
         self.own_disks = own_disks
-        self.switch = start_first([*UNSHARE, "--net", "sh", "-c", HOLD])
+        self.switch = start_first(f"{UNSHARE} --net".split())
         self.ip("link add switch type bridge")
         self.ip("link set switch up")
         super().__init__(Host(self, number) for number in range(count))
@@ -183,8 +183,8 @@ class Hosts(Network, list):
 
     def inside(self, command):
         """`command`, to be run in the switch's network: a list of words."""
-        enter = ["nsenter", "--target", str(self.switch.pid), "--net", *AS_ROOT]
-        return [*enter, "--", *command]
+        enter = f"nsenter --target {self.switch.pid} --net {AS_ROOT} --"
+        return [*enter.split(), *command]
 
     def __enter__(self):
         return self
@@ -197,16 +197,16 @@ class Hosts(Network, list):
                 first.stdout.close()
 
 
-def start_first(command):
+def start_first(unshare):
     """Start the first process of new namespaces, which runs HOLD, and wait for them."""
     first = subprocess.Popen(
-        command,
+        [*unshare, "sh", "-c", HOLD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=clean_env(PATH=PATH),
     )
     if not first.stdout.readline():
-        raise OSError(f"{' '.join(command)}: see above")
+        raise OSError(f"{' '.join(unshare)}: see above")
     return first
 
 
