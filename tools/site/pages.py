@@ -163,23 +163,22 @@ def read_fence(page, first, marker):
     if ticks not in lines[first + 1 :]:
         raise InputError(f"{at}: a fence without end")
     last = lines.index(ticks, first + 1)
-    body = lines[first + 1 : last]
+    body = "\n".join(lines[first + 1 : last])
     if kind not in ("sh", "python", "text"):
         kinds = "sh, python or text (diffs and output stand between markers)"
         raise InputError(f"{at}: a fence is one of {kinds}")
     if marker and marker.kind == "file":
-        page.files[marker.text] = "\n".join(body) + "\n"
+        page.files[marker.text] = f"{body}\n"
     elif kind == "sh":
-        text = "\n".join(body).replace("\\\n", " ")
-        commands = [" ".join(line.split()) for line in text.splitlines()]
-        commands = [*filter(None, commands)]
-        if not commands or "<<" in text:
+        lines = body.replace("\\\n", " ").splitlines()
+        commands = [" ".join(line.split()) for line in lines if line.strip()]
+        if not commands or "<<" in body:
             raise InputError(f"{at}: a fence of sh holds one command a line")
         why_not_run = marker.text if marker else ""
         page.commands += [(number, command, why_not_run) for command in commands]
     elif kind == "text":
         for what, pattern in TYPED.items():
-            if any(re.match(pattern, line) for line in body):
+            if re.search(f"(?m)^({pattern})", body):
                 raise InputError(f"{at}: {what}, typed: those are generated")
     return last
 
