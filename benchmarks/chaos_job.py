@@ -15,19 +15,21 @@ import json
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 import multinode
 import utils
-from tools.run.processes import stat
 
 save = torch.save
 
 
 def began(pid):
     """When a process began, as time.time() counts; OSError if it has ended."""
-    ticks = int(stat(pid)[19])  # since the machine was started: proc_pid_stat(5)
+    # Its fields from the third on: proc_pid_stat(5)
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(stat[19])  # since the machine was started
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tools.cli import Parser, error
 from tools.run import processes
-from tools.run.processes import Program, clean_env
+from tools.run.processes import Program, clean_env, descendants
 
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
@@ -58,12 +58,6 @@ def why_not():
         f"{UNSHARE} --net true".split(), None, real=True, PATH=PATH
     ).finish()
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
-
-
-def child_of(process):
-    """The process number of the only child of a Popen."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return int(children.read_text())
 
 
 class Network:
@@ -102,7 +96,7 @@ class Host(Network):
         """Turn it on, with nothing running."""
         own = f"unshare {SPACES} --fork --mount-proc --kill-child"
         self.first = start_first(self.hosts.inside(own.split()))
-        self.pid = child_of(self.first)
+        (self.pid,) = descendants(self.first.pid)
         self.run("sh", "-ec", BOOT, self.name, self.hosts.names)
         # The same card after each boot: neighbours remember it for half a minute.
         card = f"02:00:0a:4d:00:{self.number + 1:02x}"
