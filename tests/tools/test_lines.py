@@ -117,32 +117,26 @@ Tests: [test_multigpu_hangs_without_a_line](../tests/test_planted.py), \
 """
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """A copy of the tree in which multigpu.py has the lines of VERDICTS.
+def test_only_a_test_that_ran_and_failed_kills_a_mutant(tmp_path):
+    """A hang, a fixture, a file or a pytest that fails is no verdict.
 
-    Its only page names two tests that miss some of them.
+    In a copy of the tree, multigpu.py has the lines of VERDICTS. Its only page names
+    two tests that miss some of them.
     """
-    folder = tmp_path_factory.mktemp("planted")
-    copy_tree(folder)
+    copy_tree(tmp_path)
     added = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
     added[0] = "planted_useless = dict(planted_unused=total_epochs)"
     method = "    def train(self, total_epochs):"
     changed = "\n        ".join([method, *added])
-    edit(folder / "multigpu.py", (method, changed))
-    edit(folder / "tests/conftest.py", ("# Runs\n", f"{CONFTEST}# Runs\n"))
-    for page in folder.glob("**/*.md"):
+    edit(tmp_path / "multigpu.py", (method, changed))
+    edit(tmp_path / "tests/conftest.py", ("# Runs\n", f"{CONFTEST}# Runs\n"))
+    for page in tmp_path.glob("**/*.md"):
         page.unlink()
     for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
-        (folder / f"{name}.md").write_text(text)
-    (folder / "tests/test_planted.py").write_text(NEEDS_LINES)
-    return folder
-
-
-def test_only_a_test_that_ran_and_failed_kills_a_mutant(planted):
-    """A hang, a fixture, a file or a pytest that fails is no verdict."""
+        (tmp_path / f"{name}.md").write_text(text)
+    (tmp_path / "tests/test_planted.py").write_text(NEEDS_LINES)
     words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
-    done = Program([*words, "--only", "planted_"], planted).finish()
+    done = Program([*words, "--only", "planted_"], tmp_path).finish()
     assert not done.stderr
     # Those that are bad are printed at once, and again at the end.
     printed = {*re.findall(r"(?m)^multigpu.py:\d.*", done.stdout)}
@@ -234,15 +228,8 @@ def test_a_record_holds_as_long_as_a_page_names_its_killer(tree, named):
     assert holds == (NAMED in named)
 
 
-@pytest.fixture
-def green(tmp_path, monkeypatch):
-    """A file of proofs, empty at first, as long as a test runs."""
-    file = tmp_path / "green.txt"
-    monkeypatch.setattr(record, "GREEN", file)
-    return file
-
-
-def test_only_what_survives_runs_again(green, monkeypatch):
+def test_only_what_survives_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "GREEN", tmp_path / "green.txt")
     tried = []
     survivors = []
 
@@ -265,8 +252,3 @@ def test_only_what_survives_runs_again(green, monkeypatch):
         tried.clear()
         assert lines.prove(EDGE, full=full)
         assert sorted(tried) == again
-
-
-def test_records_of_two_branches_merge():
-    """git takes the lines of both sides, and of each line its hash says if it holds."""
-    assert "/green.txt merge=union\n" in (ROOT / ".gitattributes").read_text()

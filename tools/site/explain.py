@@ -110,10 +110,8 @@ def losses(right, wrong):
 
 def losses_by_epoch(output):
     """{epoch: the first held-out loss that is printed of it}"""
-    found = {}
-    for epoch, loss in re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output):
-        found.setdefault(epoch, loss)
-    return found
+    found = re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output)
+    return dict(reversed(found))
 
 
 def masked(text):

@@ -41,10 +41,8 @@ MARKERS = {  # what stands in the comment, and its kind
     SHOWN: "diff",
     DIFF: "diff",
 }
-TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
-    "a diff": r"[-+@]",
-    "a command or its output": r"[$] |epoch \d",
-}
+# How no line of a `text` fence may begin: it would be a diff or output that was typed
+TYPED = r"[-+@]|[$] |epoch \d"
 
 
 @dataclass
@@ -176,10 +174,8 @@ def read_fence(page, first, marker):
             raise InputError(f"{at}: a fence of sh holds one command a line")
         why_not_run = marker.text if marker else ""
         page.commands += [(number, command, why_not_run) for command in commands]
-    elif kind == "text":
-        for what, pattern in TYPED.items():
-            if re.search(f"(?m)^({pattern})", body):
-                raise InputError(f"{at}: {what}, typed: those are generated")
+    elif kind == "text" and re.search(f"(?m)^({TYPED})", body):
+        raise InputError(f"{at}: a diff or output, typed: those are generated")
     return last
 
 
