@@ -45,13 +45,6 @@ def align(before, after, likeness):
     return best[-1][1]
 
 
-def signed(removed, added):
-    """Changed lines as a diff shows them."""
-    minus = [f"-{line}" for line in removed]
-    plus = [f"+{line}" for line in added]
-    return minus + plus
-
-
 class Hunk(NamedTuple):
     """Adjacent changed lines.
 
@@ -69,7 +62,9 @@ class Hunk(NamedTuple):
 
     @property
     def lines(self):
-        return signed(self.removed, self.added)
+        """As a diff shows them, each with its sign."""
+        minus = [f"-{line}" for line in self.removed]
+        return minus + [f"+{line}" for line in self.added]
 
     @property
     def old_end(self):
@@ -105,9 +100,9 @@ def scopes(name):
     return sorted(found)
 
 
-def scope_of(line, where):
-    """What of `scopes` a line stands in, as `Trainer.train`."""
-    return ".".join(name for first, last, name in where if first <= line <= last)
+def scope_of(name, line):
+    """The class and function that a line of a file stands in, as `Trainer.train`."""
+    return ".".join(part for first, last, part in scopes(name) if first <= line <= last)
 
 
 @functools.cache
@@ -127,10 +122,7 @@ def hunks(old, new):
             is_blank = not "".join(after[j1:stop]).strip()
             if i1 == i2 and stop < j2 and is_blank:
                 continue  # blank lines above a function belong to its hunk
-            if stop > j1:
-                scope = scope_of(j1 + 1, scopes(new))
-            else:
-                scope = scope_of(i1 + 1, scopes(old))
+            place = (new, j1 + 1) if stop > j1 else (old, i1 + 1)
             found.append(
                 Hunk(
                     number=len(found) + 1,
@@ -138,7 +130,7 @@ def hunks(old, new):
                     removed=before[i1:i2],
                     new_start=j1 + 1,
                     added=after[j1:stop],
-                    scope=scope,
+                    scope=scope_of(*place),
                 )
             )
             i1 = i2

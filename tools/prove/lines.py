@@ -47,7 +47,7 @@ from tools.prove.mutants import mutants
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, end_all
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS
-from tools.site.pages import linked_tests, page_names, parse
+from tools.site.pages import TEST, page_names, parse
 
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
@@ -204,10 +204,13 @@ def named_by_line(edge):
     for page in map(parse, page_names()):
         for block in page.blocks:
             if (block.old, block.new) == edge:
+                links = TEST.findall(page.section(block))
                 for hunk in block.hunks:
                     # A hunk that only removes lines is put back at one line.
                     for i in range(max(1, len(hunk.added))):
-                        found[hunk.new_start + i] = linked_tests(page.section(block))
+                        found[hunk.new_start + i] = [
+                            f"{path}::{test}" for test, path in links
+                        ]
     return found
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from tools.diffs import hunks, signed
+from tools.diffs import hunks
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
 from tools.site.pages import has, parse, right_outputs
@@ -37,8 +37,9 @@ def correction(script, faults):
     lines = []
     for right, wrong in faults:
         (line,) = [line for line in read_lines(script) if right in line]
-        removed = [line.replace(right, wrong)] if wrong != "pass" else []
-        lines += signed(removed, [line])
+        if wrong != "pass":
+            lines.append(f"-{line.replace(right, wrong)}")
+        lines.append(f"+{line}")
     return lines
 
 

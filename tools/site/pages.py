@@ -277,11 +277,6 @@ TEST = re.compile(r"\[(test_\w+)\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 TESTS = re.compile(rf"\nTests: {TEST.pattern}(, {TEST.pattern})*\s*$")
 
 
-def linked_tests(text):
-    """The tests that a text links to, as `tests/test_x.py::test_y`."""
-    return [f"{path}::{name}" for name, path in TEST.findall(text)]
-
-
 def explanations(pages=None):
     """{(old, new): {hunk number: (page, heading, anchor)}}, as the chapters have it.
 
