@@ -114,11 +114,6 @@ def without_folder(test):
     return f"{Path(path).name}::{rest}"
 
 
-def with_parameters(test, killer):
-    """The id of a killer, which is this test, with its folder."""
-    return test + killer.removeprefix(function_of(killer))
-
-
 def about(test, child):
     """Whether a test's id names the script `child`, or no script at all."""
     stems = [Path(name).stem for name in SCRIPTS]
@@ -205,12 +200,11 @@ def named_by_line(edge):
         for block in page.blocks:
             if (block.old, block.new) == edge:
                 links = TEST.findall(page.section(block))
+                tests = [f"{path}::{name}" for name, path in links]
                 for hunk in block.hunks:
                     # A hunk that only removes lines is put back at one line.
                     for i in range(max(1, len(hunk.added))):
-                        found[hunk.new_start + i] = [
-                            f"{path}::{test}" for test, path in links
-                        ]
+                        found[hunk.new_start + i] = tests
     return found
 
 
@@ -231,7 +225,9 @@ def prove(edge, only="", full=False):
         named[mutant] = by_line.get(mutant.line, every)
         killers[mutant] = []
         for proof, tests in known_killers(mutant, named[mutant], known):
-            killers[mutant] += [with_parameters(test, proof.by) for test in tests]
+            # With its parameters, and with the folder that it is in today
+            parameters = proof.by.removeprefix(function_of(proof.by))
+            killers[mutant] += [test + parameters for test in tests]
             if proof == make_proof(edge, text, mutant, tests, proof.by):
                 proofs[mutant] = proof
     left = [mutant for mutant in made if full or mutant not in proofs]
