@@ -23,7 +23,8 @@ import torch.distributed as dist
 from benchmarks import report
 from mingpt import batches, data, options, train
 from mingpt.strategy import Strategy
-from tools.diffs import hunks, mix
+from tools.diffs import hunks
+from tools.scripts import read_lines
 from tools.site import pages
 
 OLD, NEW = "mingpt/model.py", "mingpt/modern.py"
@@ -58,18 +59,30 @@ class Run(NamedTuple):
     steps: int
 
 
+def model_with(numbers):
+    """The text of model.py with some hunks of the diff to modern.py in it."""
+    before = read_lines(OLD)
+    lines = []
+    done = 0
+    for hunk in hunks(OLD, NEW):
+        lines += before[done : hunk.old_start - 1]
+        lines += hunk.added if hunk.number in numbers else hunk.removed
+        done = hunk.old_end - 1
+    return "\n".join([*lines, *before[done:]]) + "\n"
+
+
 def variants():
     """{variant: the text of its module}: both ends, one in, one out."""
     explained = pages.explanations([pages.parse("docs/modern_gpt.md")])[OLD, NEW]
     everything = {hunk.number for hunk in hunks(OLD, NEW)}
     found = {}
-    found["model.py"] = mix(OLD, NEW, set())
-    found["modern.py"] = mix(OLD, NEW, everything)
+    found["model.py"] = model_with(set())
+    found["modern.py"] = model_with(everything)
     for heading, change in CHANGES.items():
         its = {number for number, place in explained.items() if place[1] == heading}
         assert its, f"no hunk stands under {heading!r}"
-        found[f"one in: {change}"] = mix(OLD, NEW, its)
-        found[f"one out: {change}"] = mix(OLD, NEW, everything - its)
+        found[f"one in: {change}"] = model_with(its)
+        found[f"one out: {change}"] = model_with(everything - its)
     return found
 
 

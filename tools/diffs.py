@@ -45,18 +45,6 @@ def align(before, after, likeness):
     return best[-1][1]
 
 
-def signed(removed, added):
-    """Changed lines as a diff shows them."""
-    minus = [f"-{line}" for line in removed]
-    plus = [f"+{line}" for line in added]
-    return minus + plus
-
-
-def without_blank(lines):
-    """`signed` lines that have more than their sign."""
-    return [line for line in lines if line[1:].strip()]
-
-
 class Hunk(NamedTuple):
     """Adjacent changed lines.
 
@@ -74,7 +62,9 @@ class Hunk(NamedTuple):
 
     @property
     def lines(self):
-        return signed(self.removed, self.added)
+        """As a diff shows them, each with its sign."""
+        minus = [f"-{line}" for line in self.removed]
+        return minus + [f"+{line}" for line in self.added]
 
     @property
     def old_end(self):
@@ -110,9 +100,9 @@ def scopes(name):
     return sorted(found)
 
 
-def scope_of(line, where):
-    """What of `scopes` a line stands in, as `Trainer.train`."""
-    return ".".join(name for first, last, name in where if first <= line <= last)
+def scope_of(name, line):
+    """The class and function that a line of a file stands in, as `Trainer.train`."""
+    return ".".join(part for first, last, part in scopes(name) if first <= line <= last)
 
 
 @functools.cache
@@ -132,10 +122,7 @@ def hunks(old, new):
             is_blank = not "".join(after[j1:stop]).strip()
             if i1 == i2 and stop < j2 and is_blank:
                 continue  # blank lines above a function belong to its hunk
-            if stop > j1:
-                scope = scope_of(j1 + 1, scopes(new))
-            else:
-                scope = scope_of(i1 + 1, scopes(old))
+            place = (new, j1 + 1) if stop > j1 else (old, i1 + 1)
             found.append(
                 Hunk(
                     number=len(found) + 1,
@@ -143,7 +130,7 @@ def hunks(old, new):
                     removed=before[i1:i2],
                     new_start=j1 + 1,
                     added=after[j1:stop],
-                    scope=scope,
+                    scope=scope_of(*place),
                 )
             )
             i1 = i2
@@ -151,24 +138,7 @@ def hunks(old, new):
     return found
 
 
-def mix(old, new, numbers):
-    """The text of `old` with only some hunks of the diff to `new` in it.
-
-    `numbers`: those of the hunks. None of them gives `old`, and all of them give `new`.
-    """
-    before = read_lines(old)
-    lines = []
-    done = 0
-    for hunk in hunks(old, new):
-        lines += before[done : hunk.old_start - 1]
-        lines += hunk.added if hunk.number in numbers else hunk.removed
-        done = hunk.old_end - 1
-    return "\n".join([*lines, *before[done:]]) + "\n"
-
-
 def changed_lines(old, new):
     """The changed lines, each with its sign, not counting blank ones."""
-    lines = []
-    for hunk in hunks(old, new):
-        lines += hunk.lines
-    return without_blank(lines)
+    lines = sum((hunk.lines for hunk in hunks(old, new)), [])
+    return [line for line in lines if line[1:].strip()]

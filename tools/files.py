@@ -1,9 +1,8 @@
 """Copies of files and of the whole tree, with texts replaced."""
 
-import os
+import re
 import shutil
 import subprocess
-from pathlib import Path
 
 from tools.scripts import ROOT
 
@@ -18,7 +17,7 @@ def edit(path, *changes):
     path.write_text(text)
 
 
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "_site", "*.pt", "*.pt.*.tmp")
+IGNORED = r"(^|/)(\.|__pycache__|_site)|\.pt(\..*\.tmp)?$"
 
 
 def file_names(root=ROOT):
@@ -27,18 +26,13 @@ def file_names(root=ROOT):
     Without git (an unpacked archive, a copy made by `copy_tree`) they are all but
     hidden files and what runs leave behind.
     """
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    command = "git ls-files --cached --others --exclude-standard"
+    listed = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
     if listed.returncode == 0:
         names = listed.stdout.splitlines()
         return sorted(name for name in names if (root / name).is_file())
-    found = []
-    for folder, folders, names in os.walk(root):
-        left_out = IGNORED(folder, folders + names)
-        folders[:] = set(folders) - left_out
-        for name in set(names) - left_out:
-            found.append(str(Path(folder, name).relative_to(root)))
-    return sorted(found)
+    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    return sorted(str(path) for path in paths if not re.search(IGNORED, str(path)))
 
 
 def copy_tree(to, root=ROOT):

@@ -117,9 +117,7 @@ def trunk():
 def variants():
     """The other scripts, those of the first script of the root first."""
     others = [name for name in SCRIPTS if "/" in name]
-    others.sort(key=ancestry)
-    others.sort(key=lambda name: trunk().index(root_of(name)))
-    return others
+    return sorted(others, key=lambda name: (ancestry(root_of(name)), ancestry(name)))
 
 
 def root_of(name):

@@ -14,6 +14,7 @@ and may not grow.
 Exit status 1: something is too large.
 """
 
+import functools
 import io
 import re
 import sys
@@ -69,6 +70,7 @@ def text_of(name):
     return "\n".join(read_lines(name)) + "\n"
 
 
+@functools.cache
 def tokens_of(name):
     """{line: its tokens}. An f-string is one, as before Python 3.12."""
     counts = Counter()
@@ -89,9 +91,10 @@ def parent_of(name):
     return named[1] if named else PARENTS.get(name)
 
 
+@functools.cache
 def own_tokens(name):
     """`tokens_of` the lines that are no verbatim copy of the parent's."""
-    tokens = tokens_of(name)
+    tokens = tokens_of(name).copy()
     parent = parent_of(name)
     if parent:
         same = matcher(read_lines(parent), read_lines(name)).get_matching_blocks()
@@ -110,17 +113,15 @@ def words_of(name):
 def sizes():
     """Yield (what is counted, the ceiling, {name: size})."""
     names = file_names()
-    python = [name for name in names if name.endswith(".py")]
-    whole = {name: tokens_of(name).total() for name in python}
-    own = {name: own_tokens(name).total() for name in python}
 
-    def under(prefix, counts):
-        return sum(counts[name] for name in counts if name.startswith(prefix))
+    def under(prefix, count):
+        python = [name for name in names if name.endswith(".py")]
+        return sum(count(name).total() for name in python if name.startswith(prefix))
 
     for prefix, most in READ_FIRST.items():
-        yield "tokens", most, {prefix: under(prefix, whole)}
+        yield "tokens", most, {prefix: under(prefix, tokens_of)}
     for prefix, most in OWN.items():
-        yield "own tokens", most, {prefix or "all Python": under(prefix, own)}
+        yield "own tokens", most, {prefix or "all Python": under(prefix, own_tokens)}
 
     for pair, most in DIFFS.items():
         yield "changed lines", most, {pair: len(changed_lines(*pair.split()))}
@@ -129,21 +130,16 @@ def sizes():
         yield "changed lines", most, {name: changed.pop(name)}
     yield "changed lines", VARIANT, changed
 
+    pages = [name for name in names if re.fullmatch(r"docs/.*\.md", name)]
+    words = {name: words_of(name) for name in pages}
+    yield "words", WORDS, {"docs/": sum(words.values())}
     stems = {Path(name).stem for name in variants()}
-    of_variants = {}
-    others = {}
-    for name in names:
-        if re.fullmatch(r"docs/.*\.md", name):
-            words = of_variants if Path(name).stem in stems else others
-            words[name] = words_of(name)
-    in_all = sum(of_variants.values()) + sum(others.values())
-    yield "words", WORDS, {"docs/": in_all}
-    yield "words", WORDS_OF_A_VARIANT, of_variants
-    yield "words", WORDS_OF_A_CHAPTER, others
+    theirs = [name for name in pages if Path(name).stem in stems]
+    yield "words", WORDS_OF_A_VARIANT, {name: words.pop(name) for name in theirs}
+    yield "words", WORDS_OF_A_CHAPTER, words
 
     yield "lines", README_LINES, {"README.md": len(read_lines("README.md"))}
-    folders = {name.partition("/")[0] for name in names if "/" in name}
-    folders = [name for name in folders if not name.startswith(".")]
+    folders = {name.partition("/")[0] for name in names if re.match("[^.].*/", name)}
     yield "folders", FOLDERS, {"the root": len(folders)}
 
 

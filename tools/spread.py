@@ -21,11 +21,11 @@ from tools.scripts import ALL_EDGES, ROOT, ancestry
 
 def merge(parent, child, root):
     """`child` with what has changed in `parent` since the last commit, or None."""
-    show = ["git", "show", f"HEAD:{parent}"]
+    show = f"git show HEAD:{parent}"
     with tempfile.NamedTemporaryFile() as committed:
-        subprocess.run(show, cwd=root, check=True, stdout=committed)
-        merge = ["git", "merge-file", "-p", "-q", child, committed.name, parent]
-        done = subprocess.run(merge, cwd=root, stdout=subprocess.PIPE)
+        subprocess.run(show.split(), cwd=root, check=True, stdout=committed)
+        merge = f"git merge-file -p -q {child} {committed.name} {parent}"
+        done = subprocess.run(merge.split(), cwd=root, stdout=subprocess.PIPE)
     return done.stdout if done.returncode == 0 else None
 
 

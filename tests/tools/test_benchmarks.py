@@ -23,18 +23,6 @@ needs_networks = pytest.mark.skipif(reason is not None, reason=str(reason))
 WEIGHTS = 809_001  # of the model, with its hidden layers
 
 
-def tables(*words):
-    """What a benchmark prints, and {row: its medians} of its tables."""
-    done = Program(["python", "-m", *words], ROOT).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
-    cell = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
-    rows = re.findall(f"(?m)^(.*?\\S){3 * cell}", done.stdout)
-    numbers = {}
-    for name, *row in rows:
-        numbers[name] = [float(number.replace(",", "")) for number in row]
-    return done.stdout, numbers
-
-
 @needs_networks
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
@@ -51,17 +39,18 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 
 @needs_networks
 def test_scaling_is_measured_and_predicted():
-    text, found = tables(
-        "benchmarks.scaling",
-        "variants/fsdp.py",
-        "--rounds=3",
-        "--steps=2",
-        "--batch-size=256",
-    )
+    command = "python -m benchmarks.scaling variants/fsdp.py"
+    command += " --rounds=3 --steps=2 --batch-size=256"
+    done = Program(command.split(), ROOT).finish()
+    assert done.returncode == 0, done.stdout + done.stderr
+    median = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
+    found = {}
+    for name, *row in re.findall(f"(?m)^(.*?\\S){3 * median}", done.stdout):
+        found[name] = [float(number.replace(",", "")) for number in row]
     assert found["1 rank"][1] == found["2 devices"][1] == 1
     assert found["1 rank"][2] > 80, "percent: it waits for nobody"
     assert found["hosts, 100M"][1] < found["hosts, 1000M"][1] < 1
-    errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", text)
+    errors = re.findall(r"predicted \d+ \(([-+]\d+)%\)", done.stdout)
     assert len(errors) == 3
     assert all(abs(int(percent)) <= 25 for percent in errors)
 

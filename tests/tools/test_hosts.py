@@ -27,7 +27,7 @@ def test_a_host_is_killed(tmp_path, status):
 
 
 def chaos(*args):
-    words = ["python", "-W", "ignore", "-m", "tools.prove.chaos", *args]
+    words = ["python", "-W", "ignore", "-m", "benchmarks.chaos", *args]
     # It ends by itself if nothing moves for three minutes.
     done = Program(words, ROOT, real=True).finish(8 * TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

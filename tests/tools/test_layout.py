@@ -1,26 +1,14 @@
 """The layout: nothing that is read or copied imports what tests or builds it."""
 
-import ast
-
 import pytest
 
 from tools.files import file_names
+from tools.prove.inputs import read
 from tools.scripts import ROOT, own_tests, variants
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
 READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "cluster/**/*.py", "docs/**/*.py"]
 FOLDERS = ["tools", "benchmarks", "tests"]  # each from those before
-
-
-def imported(path):
-    """The first parts of the names of all modules that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module)
-    return {name.partition(".")[0] for name in found}
 
 
 @pytest.mark.parametrize("pattern", [*READ, *(f"{name}/**/*.py" for name in FOLDERS)])
@@ -32,7 +20,8 @@ def test_nothing_imports_upwards(pattern):
     files = sorted(ROOT.glob(pattern))
     assert files
     for file in files:
-        assert not imported(file) & above, file
+        modules, _ = read(file.read_text())
+        assert not {name.partition(".")[0] for name in modules} & above, file
 
 
 @pytest.mark.parametrize("name", variants())

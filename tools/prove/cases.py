@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import utils
 from tools.run import launch, warm
@@ -107,15 +107,13 @@ def prepare(rank):
 
 def whole(state):
     """A copy of `state`, whose sharded tensors are put together."""
-    if isinstance(state, dict):
-        return {name: whole(part) for name, part in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [whole(part) for part in state]
-    if isinstance(state, DTensor):
-        return state.full_tensor()
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    return state
+
+    def copy(leaf):
+        if isinstance(leaf, DTensor):
+            return leaf.full_tensor()
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(copy, state)
 
 
 def run(name, ranks, replaced, path):

@@ -8,7 +8,7 @@ one fails, and each is a command that you can type as well. The last line is "do
 a list of the commands that fail (exit status 1).
 """
 
-import shlex
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,37 +18,32 @@ from tools.scripts import PARENTS, ROOT, InputError
 from tools.site.build import chapters
 from tools.site.pages import explanations
 
-TEXT_TESTS = [
-    "tests/tools/test_layout.py",
-    "tests/trunk/test_diff.py",
-    "tests/docs/test_docs.py",
-]
-SITE_TESTS = ["tests/docs/test_site.py", "tests/docs/test_side_by_side.py"]
+TEXT_TESTS = (
+    "tests/tools/test_layout.py tests/trunk/test_diff.py tests/docs/test_docs.py"
+)
+SITE_TESTS = "tests/docs/test_site.py tests/docs/test_side_by_side.py"
+# `-k` finds the tests that have the script among their parameters or in their file,
+# those of the stand-in and the zoo as well.
+OWN_TESTS = "pytest -q --full -p tools.prove.recorded -k"
 
 
 def checks(name, text_only):
-    """Yield the words after `python -m` of each check, the quickest first."""
-    yield ["ruff", "check", "."]
-    yield ["ruff", "format", "--check", "."]
-    yield ["tools.size"]
-    yield ["tools.site.build", "--check", "--diffs"]
-    yield ["pytest", "-q", *TEXT_TESTS]
+    """Yield what follows `python -m` in each check, the quickest first."""
+    yield "ruff check ."
+    yield "ruff format --check ."
+    yield "tools.size"
+    yield "tools.site.build --check --diffs"
+    yield f"pytest -q {TEXT_TESTS}"
     if text_only:
         return
-    # `-k` finds the tests that have the script among their parameters or in their file,
-    # those of the stand-in and the zoo as well.
-    others = [f"--ignore={path}" for path in TEXT_TESTS + SITE_TESTS]
-    own = ["-k", Path(name).name, "-p", "tools.prove.recorded"]
-    yield ["pytest", "-q", "--full", *own, *others]
-    try:
-        pages = chapters(name, explanations())
-    except InputError:
-        pages = []  # the first check of the pages has said what is wrong
-    for page in pages:
-        yield ["tools.site.build", "--check", "--only", page]
+    others = f"{TEXT_TESTS} {SITE_TESTS}".replace("tests/", "--ignore=tests/")
+    yield f"{OWN_TESTS} {Path(name).name} {others}"
+    with contextlib.suppress(InputError):  # the check of the pages has said what it is
+        for page in chapters(name, explanations()):
+            yield f"tools.site.build --check --only {page}"
     if PARENTS[name]:
-        yield ["tools.prove.lines", PARENTS[name], name]
-    yield ["pytest", "-q", "--all", *SITE_TESTS]
+        yield f"tools.prove.lines {PARENTS[name]} {name}"
+    yield f"pytest -q --all {SITE_TESTS}"
 
 
 if __name__ == "__main__":
@@ -57,10 +52,11 @@ if __name__ == "__main__":
     parser.add_argument("--text", action="store_true", help="only read files")
     args = parser.parse_args()
     left = []
-    for words in checks(args.name, args.text):
-        command = shlex.join(["python", "-m", *words])
+    for check in checks(args.name, args.text):
+        command = f"python -m {check}"
         print(f"$ {command}", flush=True)
-        if subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode:
+        words = [sys.executable, "-m", *check.split()]
+        if subprocess.run(words, cwd=ROOT).returncode:
             left.append(command)
     if left:
         print(f"What is left to do for {args.name}:", *left, sep="\n- ")

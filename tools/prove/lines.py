@@ -28,26 +28,26 @@ import ast
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
 
 import pytest
 
 from tools.cli import Parser
-from tools.diffs import hunks
 from tools.files import copy_tree
 from tools.prove import record
 from tools.prove.mutants import mutants
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, end_all
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS
-from tools.site.pages import named_tests
+from tools.site.pages import TEST, page_names, parse
 
 WAIT_S = "100"  # for one process of a test, unless TEST_TIMEOUT_S says otherwise
 LIMIT_S = 600  # for all tests of one mutant
@@ -114,11 +114,6 @@ def without_folder(test):
     return f"{Path(path).name}::{rest}"
 
 
-def with_parameters(test, killer):
-    """The id of a killer, which is this test, with its folder."""
-    return test + killer.removeprefix(function_of(killer))
-
-
 def about(test, child):
     """Whether a test's id names the script `child`, or no script at all."""
     stems = [Path(name).stem for name in SCRIPTS]
@@ -130,79 +125,69 @@ def about(test, child):
 # Each mutant is tested in a copy of the tree.
 
 
-class Case:
-    """`tests` run in a fork, on a copy of the tree that has `mutant`, or a control."""
+def attempt(child, mutant, tests):
+    """Run tests in a fork, on a copy of the tree that has `mutant`, or on a control.
 
-    def __init__(self, folder, child, mutant, tests):
-        self.folder = Path(folder)
-        self.mutant = mutant
-        self.began = time.monotonic()
-        copy_tree(self.folder)
+    (mutant, facts, output)
+    """
+    found = facts | {"no_verdict": ["pytest does not start"]}
+    with tempfile.TemporaryDirectory(prefix="lines-") as name:
+        folder = Path(name)
+        copy_tree(folder)
         if mutant:
-            (self.folder / child).write_text(mutant.text)
+            (folder / child).write_text(mutant.text)
         # The stand-in's source is one file for all copies: it is compiled once.
-        standin = self.folder / "tests/standin/standin.cpp"
+        standin = folder / "tests/standin/standin.cpp"
         standin.unlink()
         standin.symlink_to(ROOT / "tests/standin/standin.cpp")
-        temporary = self.folder / ".tmp"
+        temporary = folder / ".tmp"
         temporary.mkdir()
-        self.facts = self.folder / ".facts"
-        words = ["python", "-m", "pytest", "--full", "-q", "-m", "not text"]
-        words += ["-p", "tools.prove.lines", "--continue-on-collection-errors"]
+        written = folder / ".facts"
         # pytest starts in half the time if it need not say why an assertion fails.
-        words.append("--assert=plain")
-        words += sorted({file_of(test) for test in tests})
-        self.fork = Program(
-            words,
+        words = "python -m pytest --full -q -p tools.prove.lines --assert=plain"
+        words += " --continue-on-collection-errors -m"
+        fork = Program(
+            [*words.split(), "not text", *sorted({file_of(test) for test in tests})],
             folder,
             merged=True,
             TMPDIR=temporary,
             CHILD=child,
-            FACTS=self.facts,
+            FACTS=written,
             TESTS=json.dumps(tests),
             PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
             TEST_TIMEOUT_S=os.environ.get("TEST_TIMEOUT_S", WAIT_S),
         )
-
-    def ended(self):
-        is_late = time.monotonic() > self.began + LIMIT_S
-        return is_late or self.fork.poll() is not None
-
-    def result(self):
-        """(mutant, facts, output)"""
-        found = facts | {"no_verdict": ["pytest does not start"]}
         try:
-            output = self.fork.finish(timeout_s=0).stdout
-            if self.facts.exists():
-                found = json.loads(self.facts.read_text())
+            output = fork.finish(LIMIT_S).stdout
+            if written.exists():
+                found = json.loads(written.read_text())
         except TimedOut as error:
             output = str(error)
             found["no_verdict"] = [f"the tests take more than {LIMIT_S} s"]
-        shutil.rmtree(self.folder)
-        return self.mutant, found, output
+        finally:
+            end_all()  # if this is interrupted
+    return mutant, found, output
 
 
 def run(child, tasks):
-    """Yield `Case.result()` of each task, (mutant, tests), as they end.
+    """Yield what `attempt` returns of each task, (mutant, tests), as they end.
 
     tasks: an iterator, which is asked for the next task when there is room for it.
     """
-    running = []
-    with tempfile.TemporaryDirectory(prefix="lines-") as folder:
-        try:
-            while True:
-                for task in itertools.islice(tasks, JOBS - len(running)):
-                    place = tempfile.mkdtemp(dir=folder)
-                    running.append(Case(place, child, *task))
-                if not running:
-                    break
-                for case in [*running]:
-                    if case.ended():
-                        running.remove(case)
-                        yield case.result()
-                time.sleep(0.02)
-        finally:
-            end_all()
+    # Each worker is a process without threads, so that it may fork.
+    forked = multiprocessing.get_context("fork")
+    with futures.ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
+        running = set()
+        while True:
+            for task in itertools.islice(tasks, JOBS - len(running)):
+                from tools.run import warm  # noqa: F401  once here, not in each worker
+
+                running.add(pool.submit(attempt, child, *task))
+            if not running:
+                break
+            ended, running = futures.wait(running, return_when="FIRST_COMPLETED")
+            for job in ended:
+                yield job.result()
 
 
 # The proof of a script runs its mutants and reports each.
@@ -210,13 +195,16 @@ def run(child, tasks):
 
 def named_by_line(edge):
     """{line of the child: the tests that its explanation names}."""
-    tests = named_tests(*edge)
     found = {}
-    for hunk in hunks(*edge):
-        # A hunk that only removes lines is put back at one line.
-        for i in range(max(1, len(hunk.added))):
-            # If no page explains the hunk, tools.site.build says so.
-            found[hunk.new_start + i] = tests.get(hunk.number, [])
+    for page in map(parse, page_names()):
+        for block in page.blocks:
+            if (block.old, block.new) == edge:
+                links = TEST.findall(page.section(block))
+                tests = [f"{path}::{name}" for name, path in links]
+                for hunk in block.hunks:
+                    # A hunk that only removes lines is put back at one line.
+                    for i in range(max(1, len(hunk.added))):
+                        found[hunk.new_start + i] = tests
     return found
 
 
@@ -228,12 +216,6 @@ def prove(edge, only="", full=False):
     by_line = named_by_line(edge)
     every = sorted(set().union(*by_line.values()))
     known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
-    read = {parent, child, "utils.py", *map(file_of, every)}
-    parts = [str(by_line), *((ROOT / name).read_text() for name in sorted(read))]
-    all_of_it = Proof(" ".join(edge), "all lines", "", record.digest(parts))
-    if all_of_it in known and not (only or full):
-        print(f"{child}: nothing has changed")
-        return True
     made = mutants((ROOT / parent).read_text(), text)
     made = [mutant for mutant in made if only in mutant.what]
     named = {}
@@ -243,7 +225,9 @@ def prove(edge, only="", full=False):
         named[mutant] = by_line.get(mutant.line, every)
         killers[mutant] = []
         for proof, tests in known_killers(mutant, named[mutant], known):
-            killers[mutant] += [with_parameters(test, proof.by) for test in tests]
+            # With its parameters, and with the folder that it is in today
+            parameters = proof.by.removeprefix(function_of(proof.by))
+            killers[mutant] += [test + parameters for test in tests]
             if proof == make_proof(edge, text, mutant, tests, proof.by):
                 proofs[mutant] = proof
     left = [mutant for mutant in made if full or mutant not in proofs]
@@ -289,8 +273,6 @@ def prove(edge, only="", full=False):
             report(child, mutant, facts, bad)
         if not only:
             record.change(drop={*known}.difference(proofs.values()))
-            if not bad:
-                record.change(add=[all_of_it])
     seconds = time.monotonic() - began
     print(*bad, f"{child}: {len(bad)} bad, {seconds:.0f} s", sep="\n", flush=True)
     return not bad

@@ -53,37 +53,41 @@ def meaning(text):
     return ast.dump(ast.parse(text))
 
 
-# Lines count from 1, as in `ast`. A unit is a logical line, what Python takes for one
-# line however many it stands on: (its first line, its last line).
+# Lines count from 1, as in `ast`.
 
 
-def lines_of(first, last):
-    return range(first, last + 1)
+def lines_of(node):
+    return range(node.lineno, node.end_lineno + 1)
+
+
+class Unit(NamedTuple):
+    """What Python takes for one line, however many it stands on."""
+
+    lineno: int
+    end_lineno: int
+    text: str
+
+    def meaning(self):
+        """Its text without comments and layout, and how deep it is."""
+        readline = io.StringIO(f"{self.text.strip()}\n").readline
+        tokens = tokenize.generate_tokens(readline)
+        words = [token.string for token in tokens if token.type not in LAYOUT]
+        return " ".join(words), indent_of(self.text)
 
 
 def units_of(text):
     """The units of a Python text, in order."""
+    lines = text.split("\n")
     found = []
     first = None
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NEWLINE:
-            found.append((first, token.start[0]))
+            last = token.start[0]
+            found.append(Unit(first, last, "\n".join(lines[first - 1 : last])))
             first = None
         elif first is None and token.type not in LAYOUT:
             first = token.start[0]
     return found
-
-
-def text_of(unit, lines):
-    first, last = unit
-    return "\n".join(lines[first - 1 : last])
-
-
-def bare(text):
-    """A unit's text without comments and layout."""
-    readline = io.StringIO(f"{text.strip()}\n").readline
-    tokens = tokenize.generate_tokens(readline)
-    return " ".join(token.string for token in tokens if token.type not in LAYOUT)
 
 
 def indent_of(text):
@@ -105,6 +109,8 @@ def indented(lines, like):
 
 def likeness(one, other):
     """From 0 to 1. Headers of a function or class of one name are as good as alike."""
+    one, _ = one.meaning()
+    other, _ = other.meaning()
     header = HEADER.match(one)
     other_header = HEADER.match(other)
     if header and other_header and header[0] == other_header[0]:
@@ -130,48 +136,43 @@ class Diff:
         self.changes = [*changes(self.old, self.new)]
         self.units = units_of(child)
         self.pairs = self._pair_units(units_of(parent))
-        self.code = self._find_code()
-        self.added = self._find_added()
+        self.code = set()
+        self.added = set()
+        self._find_added()
 
     def _pair_units(self, old_units):
-        old = [text_of(unit, self.old) for unit in old_units]
-        new = [text_of(unit, self.new) for unit in self.units]
+        old = [unit.text for unit in old_units]
+        new = [unit.text for unit in self.units]
         pairs = {}
         for tag, i1, i2, j1, j2 in matcher(old, new).get_opcodes():
+            removed = old_units[i1:i2]
+            added = self.units[j1:j2]
             if tag == "equal":
-                pairs.update(zip(self.units[j1:j2], old_units[i1:i2], strict=True))
-                continue
-            removed = [*map(bare, old[i1:i2])]
-            added = [*map(bare, new[j1:j2])]
-            for i, j in align(removed, added, likeness):
-                pairs[self.units[j1 + j]] = old_units[i1 + i]
+                pairs.update(zip(added, removed, strict=True))
+            else:
+                for i, j in align(removed, added, likeness):
+                    pairs[added[j]] = removed[i]
         # However different the docstrings are, one stands for the other.
         pairs.setdefault(self.units[0], old_units[0])
         return pairs
 
-    def _find_code(self):
-        code = set()
-        for unit in self.units:
-            code.update(lines_of(*unit))
+    def _find_added(self):
+        changed = set()
+        for _, _, j1, j2 in self.changes:
+            changed.update(range(j1 + 1, j2 + 1))
+        docstrings = []
         for owner in ast.walk(self.tree):
             if isinstance(owner, KINDS) and ast.get_docstring(owner) is not None:
-                text = owner.body[0]
-                code.difference_update(lines_of(text.lineno, text.end_lineno))
-        return code
-
-    def _find_added(self):
-        added = set()
-        for _, _, j1, j2 in self.changes:
-            added.update(lines_of(j1 + 1, j2))
-        added &= self.code
-        added = {line for line in added if self.new[line - 1].strip()}
-        for unit, old_unit in self.pairs.items():
-            new = text_of(unit, self.new)
-            old = text_of(old_unit, self.old)
-            # Only comments or the layout have changed.
-            if bare(new) == bare(old) and indent_of(new) == indent_of(old):
-                added.difference_update(lines_of(*unit))
-        return added
+                docstrings.append(owner.body[0].lineno)
+        for unit in self.units:
+            if unit.lineno in docstrings:
+                continue
+            self.code.update(lines_of(unit))
+            old = self.pairs.get(unit)
+            # Else only comments or the layout have changed.
+            if not old or unit.meaning() != old.meaning():
+                self.added.update(changed.intersection(lines_of(unit)))
+        self.added = {line for line in self.added if self.new[line - 1].strip()}
 
     def words(self, first, last):
         """The child's lines as one, to be printed."""
@@ -180,7 +181,7 @@ class Diff:
 
     def is_added(self, first, last):
         """Whether the diff adds these lines, not counting blank ones and comments."""
-        lines = self.code.intersection(lines_of(first, last))
+        lines = self.code.intersection(range(first, last + 1))
         return bool(lines) and lines <= self.added
 
     def replaced(self, first, last, lines):
@@ -191,12 +192,12 @@ class Diff:
         """[the child with what these lines stand for in the parent, if anything]."""
         old_units = []
         for unit, old_unit in self.pairs.items():
-            if first <= unit[0] and unit[1] <= last:
+            if first <= unit.lineno and unit.end_lineno <= last:
                 old_units.append(old_unit)
         if not old_units:
             return []
-        start, _ = min(old_units)
-        _, end = max(old_units)
+        start = min(old_units).lineno
+        end = max(old_units).end_lineno
         lines = indented(self.old[start - 1 : end], self.new[first - 1])
         return [self.replaced(first, last, lines)]
 
@@ -215,15 +216,15 @@ def statements(diff):
         last = node.end_lineno
         if diff.is_added(first, last):
             # Not its decorators: each is a unit of its own, which is taken out below.
-            covered.update(lines_of(node.lineno, last))
+            covered.update(lines_of(node))
             yield take_out(diff, first, last)
             if hasattr(node, "body"):
                 yield from block_alone(diff, node)
     # What is left is a statement that is changed, or a header above old lines.
     left = diff.added - covered
     for unit in diff.units:
-        if left.intersection(lines_of(*unit)):
-            yield take_out(diff, *unit)
+        if left.intersection(lines_of(unit)):
+            yield take_out(diff, unit.lineno, unit.end_lineno)
     for i1, i2, j1, j2 in diff.changes:
         if j1 == j2:
             lines = diff.old[i1:i2]
@@ -260,18 +261,17 @@ def block_alone(diff, node):
 def arguments(diff):
     """Each argument that is added or changed."""
     for call in calls(diff.tree):
-        if not diff.added.intersection(lines_of(call.lineno, call.end_lineno)):
+        if not diff.added.intersection(lines_of(call)):
             continue
         whole = ast.get_source_segment(diff.child, call)
         theirs = parents_arguments(diff, call)
         nodes = arguments_of(call)
         texts = [ast.get_source_segment(diff.child, node) for node in nodes]
         for number, node in enumerate(nodes):
-            lines = lines_of(node.lineno, node.end_lineno)
-            added = diff.added.intersection(lines)
+            added = diff.added.intersection(lines_of(node))
             if added and ast.dump(node) not in theirs:
                 others = [*texts[:number], *texts[number + 1 :]]
-                text = with_arguments(diff.child, call, ", ".join(others))
+                text = with_arguments(diff, call, ", ".join(others))
                 what = f"{texts[number]} in {whole}"
                 yield min(added), what, "argument", [text]
 
@@ -282,19 +282,14 @@ def arguments_of(call):
     return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
 
-def with_arguments(text, call, others):
-    """The text with `others`, a text, in the parentheses of a call."""
-    data = text.encode()  # because the columns of `ast` count bytes
-    end_of_name = offset(data, call.func.end_lineno, call.func.end_col_offset)
-    opening = data.index(b"(", end_of_name)
-    closing = offset(data, call.end_lineno, call.end_col_offset) - 1
-    return (data[: opening + 1] + others.encode() + data[closing:]).decode()
-
-
-def offset(data, line, column):
-    """How many bytes stand before a place of a text."""
-    lines_before = data.split(b"\n")[: line - 1]
-    return sum(len(before) + 1 for before in lines_before) + column
+def with_arguments(diff, call, others):
+    """The child with `others`, a text, in the parentheses of a call."""
+    # In bytes, as `ast` counts columns
+    before = diff.new[call.lineno - 1].encode()[: call.col_offset].decode()
+    after = diff.new[call.end_lineno - 1].encode()[call.end_col_offset :].decode()
+    function = ast.get_source_segment(diff.child, call.func)
+    line = f"{before}{function}({others}){after}"
+    return diff.replaced(call.lineno, call.end_lineno, [line])
 
 
 def calls(node):
@@ -312,10 +307,10 @@ def calls(node):
 
 def parents_arguments(diff, call):
     """Arguments of the same function in the line that this one stands for, dumped."""
-    (unit,) = [unit for unit in diff.units if call.lineno in lines_of(*unit)]
+    (unit,) = [unit for unit in diff.units if call.lineno in lines_of(unit)]
     if unit not in diff.pairs:
         return set()
-    old_lines = lines_of(*diff.pairs[unit])
+    old_lines = lines_of(diff.pairs[unit])
     function = ast.dump(call.func)
     found = set()
     for other in calls(diff.old_tree):

@@ -10,7 +10,6 @@ names do.
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,8 @@ from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
 SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
-SHARED += r"|tests/(?!helpers/|.*md$).*"
+SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
+TESTS = r"(tests|benchmarks)/.*(?<!conftest)\.py"
 LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}
@@ -32,8 +32,8 @@ passed = set()
 def depends_on(file, about):
     """A hash of all that a test of `file` about some scripts depends on."""
     files = all_named([file])
-    code = [(ROOT / name).read_text() for name in files if is_test(name)]
-    code = "\n".join(code)
+    tests = [name for name in files if re.fullmatch(TESTS, name)]
+    code = "\n".join((ROOT / name).read_text() for name in tests)
     if "copy_tree" in code:
         files.update(name for name in file_names() if not name.endswith(".md"))
     if about:
@@ -41,12 +41,7 @@ def depends_on(file, about):
     elif re.search(LISTS, code):
         files.update(SCRIPTS)
     shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
-    shared = [name for name in shared if not Path(name).name.startswith("test_")]
     return digest(files.union(shared, trunk()))
-
-
-def is_test(name):
-    return re.fullmatch(r"(tests|benchmarks)/.*(?<!conftest)\.py", name)
 
 
 def proof_of(item):

@@ -26,22 +26,27 @@ from pathlib import Path
 
 from tools.cli import Parser, error
 from tools.run import processes
-from tools.run.processes import Program, clean_env
+from tools.run.processes import Program, clean_env, descendants
 
 SUBNET = "10.77.0"
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 PATH = f"{processes.PATH}:/usr/sbin:/sbin"  # a user's has no sbin
-# A shell command that gives a host an /etc/hosts of its own, with the lines in $0.
-SET_NAMES = 'cd /dev/shm; echo "$0" > .hosts; mount --bind .hosts /etc/hosts'
+# What a host does first: $0 is its name, and $1 has the lines of its /etc/hosts.
+BOOT = """
+hostname "$0"
+mount -t tmpfs -o size=50% tmpfs /dev/shm
+cd /dev/shm; echo "$1" > .hosts; mount --bind .hosts /etc/hosts
+ip link set lo up
+"""
 # The first process of each set of namespaces says that they are made, and waits for the
 # end of its stdin. The kernel closes that pipe however the process that made them ends.
 HOLD = "echo; read _"
 # Without root, all namespaces are in one where this user is root.
 IS_ROOT = os.geteuid() == 0
-UNSHARE = ["unshare"] if IS_ROOT else ["unshare", "--map-root-user"]
-AS_ROOT = [] if IS_ROOT else ["--user", "--preserve-credentials"]
+UNSHARE = "unshare" if IS_ROOT else "unshare --map-root-user"
+AS_ROOT = "" if IS_ROOT else "--user --preserve-credentials"
 # The namespaces that each host has of its own
-SPACES = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+SPACES = "--net --uts --mount --ipc --pid"
 
 
 def why_not():
@@ -49,18 +54,27 @@ def why_not():
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if missing:
         return f"there is no {missing[0]}: install iproute2"
-    words = [*UNSHARE, "--net", "true"]
-    tried = Program(words, None, real=True, PATH=PATH).finish()
+    tried = Program(
+        f"{UNSHARE} --net true".split(), None, real=True, PATH=PATH
+    ).finish()
     return f"not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def child_of(process):
-    """The process number of the only child of a Popen."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return int(children.read_text())
+class Network:
+    """A set of namespaces: `inside(command)` are the words that run a command there."""
+
+    def run(self, *command):
+        command = self.inside(command)
+        done = Program(command, None, real=True, PATH=PATH).finish()
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def ip(self, words):
+        self.run("ip", *words.split())
 
 
-class Host:
+class Host(Network):
     """One of the `hosts`: `name`, `address`, `folder` (its working folder)."""
 
     def __init__(self, hosts, number):
@@ -80,30 +94,22 @@ class Host:
 
     def boot(self):
         """Turn it on, with nothing running."""
-        own = [*SPACES, "--fork", "--mount-proc", "--kill-child"]
-        first = ["unshare", *own, "sh", "-c", HOLD]
-        self.first = start_first(self.hosts.inside(first))
-        self.pid = child_of(self.first)
-        self.run("hostname", self.name)
-        self.run("mount", "-t", "tmpfs", "-o", "size=50%", "tmpfs", "/dev/shm")
-        self.run("sh", "-ec", SET_NAMES, self.hosts.names)
-        self.run("ip", "link", "set", "lo", "up")
-        inside = f"/proc/{self.pid}/ns/net"
+        own = f"unshare {SPACES} --fork --mount-proc --kill-child"
+        self.first = start_first(self.hosts.inside(own.split()))
+        (self.pid,) = descendants(self.first.pid)
+        self.run("sh", "-ec", BOOT, self.name, self.hosts.names)
         # The same card after each boot: neighbours remember it for half a minute.
         card = f"02:00:0a:4d:00:{self.number + 1:02x}"
-        peer = ["peer", "name", "eth0", "address", card, "netns", inside]
-        self.hosts.run("ip", "link", "add", self.link, "type", "veth", *peer)
-        self.hosts.run("ip", "link", "set", self.link, "master", "switch", "up")
-        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
-        self.run("ip", "link", "set", "eth0", "up")
+        peer = f"peer name eth0 address {card} netns /proc/{self.pid}/ns/net"
+        self.hosts.ip(f"link add {self.link} type veth {peer}")
+        self.hosts.ip(f"link set {self.link} master switch up")
+        self.ip(f"addr add {self.address}/24 dev eth0")
+        self.ip("link set eth0 up")
 
     def inside(self, command):
         """`command`, to be run on this host in its folder: a list of words."""
-        enter = ["nsenter", "--target", str(self.pid), *SPACES, *AS_ROOT]
-        return [*enter, f"--wd={self.folder}", "--", *map(str, command)]
-
-    def run(self, *command):
-        return run(self.inside(command))
+        enter = f"nsenter --target {self.pid} {SPACES} {AS_ROOT}"
+        return [*enter.split(), f"--wd={self.folder}", "--", *map(str, command)]
 
     def start(self, command, **env):
         """Start a long one in its folder: a Program, with all it prints in `output`."""
@@ -130,32 +136,28 @@ class Host:
         self.first = None
         # The kernel takes the link away somewhat later, and its name must be free.
         with contextlib.suppress(OSError):
-            self.hosts.run("ip", "link", "del", self.link)
+            self.hosts.ip(f"link del {self.link}")
 
     def unplug(self):
         """The power goes: nobody is told."""
-        self.hosts.run("ip", "link", "del", self.link)
+        self.hosts.ip(f"link del {self.link}")
         self.kill()
 
     def cut(self):
-        self.hosts.run("ip", "link", "set", self.link, "down")
+        self.hosts.ip(f"link set {self.link} down")
 
     def mend(self):
-        self.hosts.run("ip", "link", "set", self.link, "up")
+        self.hosts.ip(f"link set {self.link} up")
         self.slow(None)
 
     def slow(self, rate):
         """Carry no more than `rate` (such as 100mbit) in each direction, if any."""
-        queue = "pfifo"
-        if rate:
-            queue = f"tbf rate {rate} burst 64kb latency 400ms"
-        how = ["root", *queue.split()]
-        replace = ["tc", "qdisc", "replace", "dev"]
-        self.hosts.run(*replace, self.link, *how)
-        self.run(*replace, "eth0", *how)
+        queue = f"tbf rate {rate} burst 64kb latency 400ms" if rate else "pfifo"
+        for network, link in (self.hosts, self.link), (self, "eth0"):
+            network.run(*f"tc qdisc replace dev {link} root {queue}".split())
 
 
-class Hosts(list):
+class Hosts(Network, list):
     """`count` hosts on one switch, at the longest until the end of this process.
 
     folder: where all run, as on a shared disk. own_disks: each runs in folder/NAME.
@@ -164,9 +166,9 @@ class Hosts(list):
     def __init__(self, count, folder, own_disks=False):
         self.folder = Path(folder).resolve()
         self.own_disks = own_disks
-        self.switch = start_first([*UNSHARE, "--net", "sh", "-c", HOLD])
-        self.run("ip", "link", "add", "switch", "type", "bridge")
-        self.run("ip", "link", "set", "switch", "up")
+        self.switch = start_first(f"{UNSHARE} --net".split())
+        self.ip("link add switch type bridge")
+        self.ip("link set switch up")
         super().__init__(Host(self, number) for number in range(count))
         lines = [f"{host.address} {host.name}" for host in self]
         self.names = "\n".join(["127.0.0.1 localhost", *lines])
@@ -175,11 +177,8 @@ class Hosts(list):
 
     def inside(self, command):
         """`command`, to be run in the switch's network: a list of words."""
-        enter = ["nsenter", "--target", str(self.switch.pid), "--net", *AS_ROOT]
-        return [*enter, "--", *command]
-
-    def run(self, *command):
-        return run(self.inside(command))
+        enter = f"nsenter --target {self.switch.pid} --net {AS_ROOT} --"
+        return [*enter.split(), *command]
 
     def __enter__(self):
         return self
@@ -192,24 +191,17 @@ class Hosts(list):
                 first.stdout.close()
 
 
-def start_first(command):
+def start_first(unshare):
     """Start the first process of new namespaces, which runs HOLD, and wait for them."""
     first = subprocess.Popen(
-        command,
+        [*unshare, "sh", "-c", HOLD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=clean_env(PATH=PATH),
     )
     if not first.stdout.readline():
-        raise OSError(f"{' '.join(command)}: see above")
+        raise OSError(f"{' '.join(unshare)}: see above")
     return first
-
-
-def run(command):
-    done = Program(command, None, real=True, PATH=PATH).finish()
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
 
 
 def main(count, command, kill):

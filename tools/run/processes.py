@@ -213,26 +213,11 @@ def left_over(mark, patience_s=20):
     return found
 
 
-def stat(pid):
-    """The fields of /proc/PID/stat from the third on, which says how it fares."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def descendants(pid):
     """The processes that come from process `pid`, as far as their parents still run."""
-    children = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended
-            parent = int(stat(path.name)[1])
-            children.setdefault(parent, []).append(int(path.name))
-    found = list(children.get(pid, []))
-    for child in found:
-        found += children.get(child, [])
+            for child in map(int, path.read_text().split()):
+                found += [child, *descendants(child)]
     return found
-
-
-def began(pid):
-    """When a process began, as time.time() counts; OSError if it has ended."""
-    ticks = int(stat(pid)[19])  # since the machine was started: proc_pid_stat(5)
-    uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_map
 
 
 def losses(done):
@@ -65,10 +66,9 @@ def same_bits(one, other):
 
 def shape_of(snapshot):
     """Keys, types and shapes of all that is in a snapshot, without the values."""
-    if isinstance(snapshot, torch.Tensor):
-        return snapshot.dtype, snapshot.shape
-    if isinstance(snapshot, dict):
-        return {key: shape_of(value) for key, value in snapshot.items()}
-    if isinstance(snapshot, list):
-        return [shape_of(value) for value in snapshot]
-    return type(snapshot)
+
+    def shape(leaf):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return (leaf.dtype, leaf.shape) if is_tensor else type(leaf)
+
+    return tree_map(shape, snapshot)

@@ -57,7 +57,7 @@ from tools.site.pages import (
     explanations,
     page_names,
     parse,
-    right_output,
+    right_outputs,
     title,
 )
 
@@ -240,13 +240,11 @@ def check_partners(pages):
     """
     problems = []
     for page in pages:
-        runs = [block for block in page.blocks if block.kind == "run"]
-        rights = [right_output(page, block) for block in runs]
-        explaining = {block.anchor for block in page.blocks if block.hunks}
-        for block, right in zip(runs, rights, strict=True):
+        rights = right_outputs(page)
+        for block in page.blocks:
             is_silent = block.faults and not block.status
-            has_partner = right or block in rights
-            if is_silent and block.anchor in explaining and not has_partner:
+            has_partner = block.line in rights or block in rights.values()
+            if is_silent and block.anchor in page.explaining() and not has_partner:
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems

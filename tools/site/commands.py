@@ -176,14 +176,14 @@ def above_output(block):
 
 def console(block, output):
     """What stands between a `run` marker and its end."""
-    shown = once([line.rstrip() for line in output.splitlines()])
+    shown = without_repeated_errors([line.rstrip() for line in output.splitlines()])
     if block.show:
         shown = cut(shown, block.show)
     shown = [re.sub(HIDDEN, CUT, line) for line in shown]
     return [*above_output(block), *shown, "```"]
 
 
-def once(lines):
+def without_repeated_errors(lines):
     """Without errors that repeat one above.
 
     On a busy machine, a rank may not be ended before it says what another has said.
@@ -219,10 +219,13 @@ def cut(lines, patterns):
     return kept
 
 
-def what_is_wrong(block, status, output):
+def what_is_wrong(command, status, output):
     """Why this is no output to show, or "" if it is."""
-    expected = block.status if block else 0
-    if status != expected:
+    block = command.block
+    expected = [block.status] if block else [0]
+    if not block and re.match(COMPARE, command.text):
+        expected = [0, 1]
+    if status not in expected:
         return f"exit status {status}"
     if block:
         shown = cut(output.splitlines(), block.show or [r"\S"])
@@ -286,6 +289,7 @@ def run_all(pages):
     from tools.run import warm
 
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
+    forked = multiprocessing.get_context("fork")
     outputs = {}
     problems = []
     names = [page.name for page in pages]
@@ -297,34 +301,30 @@ def run_all(pages):
         command: proof_of(command, command.shown()) for command in commands_of(pages)
     }
     still = known.intersection(proofs.values())
-    commands = [command for command in proofs if proofs[command] not in known]
-    print(f"{len(proofs) - len(commands)} commands print what stands there, as before")
+    left = [command for command in proofs if proofs[command] not in known]
+    print(f"{len(proofs) - len(left)} commands print what stands there, as before")
     # Shells take longest: they are the first, so that none is left to the end alone.
-    commands.sort(key=Command.is_plain)
-    with contextlib.ExitStack() as stack:
-        tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        copy_tree(tree)
+    left.sort(key=Command.is_plain)
+    with (
+        tempfile.TemporaryDirectory() as tree,
         # Each worker is a process without threads, so that it may fork.
-        forked = multiprocessing.get_context("fork")
-        pool = stack.enter_context(ProcessPoolExecutor(2, mp_context=forked))
-        jobs = [pool.submit(timed, command, tree) for command in commands]
-        for command, job in zip(commands, jobs, strict=True):
+        ProcessPoolExecutor(2, mp_context=forked) as pool,
+    ):
+        copy_tree(Path(tree))
+        jobs = [pool.submit(timed, command, tree) for command in left]
+        for command, job in zip(left, jobs, strict=True):
             status, output, seconds = job.result()
             at = f"{command.page.name}:{command.line}: {command.text}"
             print(f"{at}: exit status {status}, {seconds:.1f} s", flush=True)
-            block = command.block
-            is_comparison = not block and re.match(COMPARE, command.text)
-            if is_comparison and status == 1:
-                status = 0
-            wrong = what_is_wrong(block, status, output)
+            wrong = what_is_wrong(command, status, output)
             if wrong:
                 problems.append(f"{at}: {wrong}\n{output}".rstrip())
                 continue
             shown = command.shown()
-            if block:
-                made = console(block, output)
+            if command.block:
+                made = console(command.block, output)
                 if not same(shown, made):
-                    shown = outputs[command.page.name, block.line] = made
+                    shown = outputs[command.page.name, command.line] = made
             proof = proof_of(command, shown)
             still.add(proof)
             record.change([proof])

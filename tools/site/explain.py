@@ -18,37 +18,18 @@ from docutils import nodes
 from tools.diffs import hunks
 from tools.scripts import ROOT
 from tools.site.commands import CUT, VARIES, same
-from tools.site.pages import END, parse, right_output
+from tools.site.pages import parse, right_outputs
 from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
 
-BELOW = {"siblings": True, "descend": False}
 TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
 
-def dress(app, doctree):
-    """In a chapter: diffs in colour, switches between outputs, quiet lists of tests."""
-    docname = app.env.docname
-    page = parse(f"docs/{docname}.md")
-    for paragraph in doctree.findall(nodes.paragraph):
-        if paragraph.astext().startswith("Tests: "):
-            paragraph["classes"].append("tests")
-    raws = {raw.astext().strip(): raw for raw in doctree.findall(nodes.raw)}
-    fences = {}
-    for block in page.blocks:
-        marker = raws[page.lines[block.line - 1]]
-        diff = fence_of(marker, "diff")
-        lines = diff.astext().splitlines() if diff else []
-        if block.kind == "diff":
-            colour(diff, diff_html(block.old, block.new, lines))
-            continue
-        fences[block.line] = fence_of(marker, "console")
-        if diff:  # the patch of a run; the text above it names the file
-            html = diff_html(block.script, block.script, lines[2:])
-            colour(diff, f'<div class="patch">{html}</div>')
-    for block, right_block in switches(page):
-        fence = fences[block.line]
-        right = fences[right_block.line].astext()
-        wrong = fence.astext()
+def shown(app, docname, page, block):
+    """What stands between a block's markers on the site: its diff, or a switch."""
+    right_block = switches(page).get(block.line)
+    if right_block:
+        right = page.output_of(right_block)
+        wrong = page.output_of(block)
         context = {
             "id": f"flip-{docname}-{block.line}",
             "rows": losses(right, wrong),
@@ -56,49 +37,35 @@ def dress(app, doctree):
             "scene": right_block.faults,
             "outputs": [marked(right, wrong), marked(wrong, right)],
         }
-        html = app.builder.templates.render("flip.html", context)
-        switch = nodes.raw(html, html, format="html")
-        fence.replace_self(switch)
-        remove_between(raws[page.lines[block.line - 1]], switch)
+        return raw(app.builder.templates.render("flip.html", context))
+    lines = page.lines[block.line : block.end]
+    if "```diff" in lines:
+        start = lines.index("```diff")
+        end = lines.index("```", start)
+        diff = lines[start + 1 : end]
+        if block.kind == "diff":
+            html = diff_html(block.old, block.new, diff)
+        else:  # the patch of a run; the text above it names the file
+            html = diff_html(block.script, block.script, diff[2:])
+            html = f'<div class="patch">{html}</div>'
+        lines[start : end + 1] = raw(html)
+    return lines
 
 
-def fence_of(marker, kind):
-    """The first fence of a kind between a marker and its end, or None."""
-    node = marker.next_node(**BELOW)
-    while node and node.astext().strip() != END:
-        if node.get("language") == kind:
-            return node
-        node = node.next_node(**BELOW)
-    return None
-
-
-def colour(fence, html):
-    fence.replace_self(nodes.raw("", html, format="html"))
-
-
-def remove_between(marker, switch):
-    """Remove what said how the script was changed: the switch says it."""
-    node = marker.next_node(**BELOW)
-    while node is not switch:
-        node.parent.remove(node)
-        node = marker.next_node(**BELOW)
+def raw(html):
+    """A fence that Sphinx shows as this HTML."""
+    return ["``````{raw} html", html, "``````"]
 
 
 def switches(page):
-    """[(block with a wrong output, block with the right one)]: they become a switch."""
-    explaining = {block.anchor for block in page.blocks if block.hunks}
-    pairs = []
+    """{line of a block with a wrong output: the block with the right one}"""
+    rights = right_outputs(page)
+    found = {}
     for block in page.blocks:
-        right = right_output(page, block)
-        if right:
-            pairs.append((block, right))
-    # A block that is the right output of a switch stays as it is.
-    shown_as_right = [right.line for _, right in pairs]
-    return [
-        (block, right)
-        for block, right in pairs
-        if block.anchor in explaining and block.line not in shown_as_right
-    ]
+        # A block that is the right output of a switch stays as it is.
+        if block.anchor in page.explaining() and block not in rights.values():
+            found[block.line] = rights.get(block.line)
+    return found
 
 
 @functools.cache
@@ -143,10 +110,8 @@ def losses(right, wrong):
 
 def losses_by_epoch(output):
     """{epoch: the first held-out loss that is printed of it}"""
-    found = {}
-    for epoch, loss in re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output):
-        found.setdefault(epoch, loss)
-    return found
+    found = re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output)
+    return dict(reversed(found))
 
 
 def masked(text):
@@ -197,71 +162,67 @@ def sized(html, up=""):
     return re.sub(IMAGE, tag_of, html)
 
 
-class Explainer:
-    """`whys(old, new, places)`: what the chapters say about each change."""
+@functools.cache
+def sections(app, page):
+    """{anchor: the section of a chapter}"""
+    doctree = app.env.get_and_resolve_doctree(page, app.builder)
+    return {node.get("slug"): node for node in doctree.findall(nodes.section)}
 
-    def __init__(self, app):
-        self.app = app
-        # Many changes need the same page and explanation, so each is kept. A decorator
-        # would keep this object, too, with its app, until the process ends.
-        self.doctree = functools.cache(self.doctree)
-        self.why = functools.cache(self.why)
 
-    def doctree(self, page):
-        return self.app.env.get_and_resolve_doctree(page, self.app.builder)
+@functools.cache
+def why(app, page, anchor):
+    """What a section of a chapter says, without its heading and its diff."""
+    section = sections(app, page)[anchor]
+    blocks = parse(f"docs/{page}.md").blocks
+    (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
+    html = ""
+    for node in section.children:
+        if isinstance(node, (nodes.title, nodes.section)):
+            continue
+        # The page of two scripts has the diff, and needs no link to itself.
+        ours = "<!--|<p class=.beside|<div class=.highlight-diff"
+        if not re.match(ours, node.astext()):
+            html += html_of(app, page, node)
+    what, without, rest = html.partition("<p><strong>Without it.</strong>")
+    return {
+        "id": f"why-{page}-{anchor}",
+        "heading": section.next_node(nodes.title).astext(),
+        "link": f"../{page}.html#{anchor}",
+        "chapter": app.env.titles[page].astext(),
+        "step": (block.old, block.new),
+        "html": [part for part in (what, without + rest) if part],
+        "flips": "<fieldset" in html,
+    }
 
-    def why(self, page, anchor):
-        sections = self.doctree(page).findall(nodes.section)
-        section = next(node for node in sections if node.get("slug") == anchor)
-        blocks = parse(f"docs/{page}.md").blocks
-        (block,) = [it for it in blocks if it.hunks and it.anchor == anchor]
-        html = ""
-        for node in section.children:
-            if isinstance(node, (nodes.title, nodes.section)):
-                continue
-            # The page of two scripts has the diff, and needs no link to itself.
-            ours = "<!--|<p class=.beside|<div class=.highlight-diff"
-            if not re.match(ours, node.astext()):
-                html += self.html(page, node)
-        what, without, rest = html.partition("<p><strong>Without it.</strong>")
-        return {
-            "id": f"why-{page}-{anchor}",
-            "heading": section.next_node(nodes.title).astext(),
-            "link": f"../{page}.html#{anchor}",
-            "chapter": self.app.env.titles[page].astext(),
-            "step": (block.old, block.new),
-            "html": [part for part in (what, without + rest) if part],
-            "flips": "<fieldset" in html,
-        }
 
-    def html(self, page, node):
-        """A node as it is shown on a page of another folder, without ids."""
-        node = node.deepcopy()
-        for element in node.findall(nodes.Element):
-            element["ids"] = []
-            uri = element.get("refuri") or "#" + element.get("refid", "")
-            if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
-                element.attributes.pop("refid", None)
-                element["refuri"] = "../" + urljoin(f"{page}.html", uri)
-        fragment = self.app.builder.render_partial(node)["fragment"].strip()
-        return sized(fragment, up="../")
+def html_of(app, page, node):
+    """A node as it is shown on a page of another folder, without ids."""
+    node = node.deepcopy()
+    for element in node.findall(nodes.Element):
+        element["ids"] = []
+        uri = element.get("refuri") or "#" + element.get("refid", "")
+        if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
+            element.attributes.pop("refid", None)
+            element["refuri"] = "../" + urljoin(f"{page}.html", uri)
+    fragment = app.builder.render_partial(node)["fragment"].strip()
+    return sized(fragment, up="../")
 
-    def whys(self, old, new, places):
-        """{hunk number: [texts]}, of `places`, which `explain` has found.
 
-        Each text stands at its largest hunk below the imports; the others link to it.
-        """
+def whys(app, old, new, places):
+    """{hunk number: [what the chapters say]}, of `places`, which `explain` has found.
 
-        def rank(hunk):
-            return in_head(hunk, old, new), -len(hunk.lines)
+    Each text stands at its largest hunk below the imports; the others link to it.
+    """
 
-        stands_at = {}
-        found = {}
-        for hunk in sorted(hunks(old, new), key=rank):
-            found[hunk.number] = []
-            for page, _, anchor in places[hunk.number]:
-                why = self.why(page, anchor)
-                at = stands_at.setdefault(why["id"], hunk.number)
-                is_here = at == hunk.number
-                found[hunk.number].append(why | {"at": at, "here": is_here})
-        return found
+    def rank(hunk):
+        return in_head(hunk, old, new), -len(hunk.lines)
+
+    stands_at = {}
+    found = {}
+    for hunk in sorted(hunks(old, new), key=rank):
+        found[hunk.number] = []
+        for page, _, anchor in places[hunk.number]:
+            at = stands_at.setdefault((page, anchor), hunk.number)
+            where = {"at": at, "here": at == hunk.number}
+            found[hunk.number].append(why(app, page, anchor) | where)
+    return found

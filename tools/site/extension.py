@@ -16,7 +16,7 @@ from tools.diffs import changed_lines, hunks, scopes
 from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, ancestry
 from tools.site import pages
 from tools.site.build import chapters
-from tools.site.explain import Explainer, dress, sized
+from tools.site.explain import shown, sized, whys
 from tools.site.home import home
 from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
 
@@ -26,17 +26,19 @@ def read_all(app, env, docnames):
     docnames[:] = sorted(env.found_docs)
 
 
-def add_links(app, docname, source):
-    """Below each diff and table, links to its pairs; on the first page, the sidebar."""
-    lines = source[0].splitlines()
-    page = pages.parse(f"docs/{docname}.md", lines)
-    blocks = [block for block in page.blocks if block.kind in ("diff", "scripts")]
-    pairs = [(block.old, block.new) for block in blocks if block.old]
-    app.env.metadata[docname]["pairs"] = pairs
-    for block in reversed(blocks):
-        links = [f'<a href="{url}">{text}</a>' for url, text in beside(block)]
-        text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
-        lines[block.end + 1 : block.end + 1] = ["", text, ""]
+def add_to_markdown(app, docname, source):
+    """Diffs in colour, switches, links to pairs; on the first page, the sidebar."""
+    page = pages.parse(f"docs/{docname}.md", source[0].splitlines())
+    lines = [*page.lines]
+    pairs = app.env.metadata[docname]["pairs"] = []
+    for block in reversed(page.blocks):
+        if block.kind in ("diff", "scripts"):
+            links = [f'<a href="{url}">{text}</a>' for url, text in beside(block)]
+            text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
+            lines[block.end + 1 : block.end + 1] = ["", text, ""]
+        if block.kind == "diff":
+            pairs.append((block.old, block.new))
+        lines[block.line : block.end] = shown(app, docname, page, block)
     if docname == app.config.root_doc:
         for group, names in pages.GROUPS.items():
             names = ["self" if name == docname else name for name in names]
@@ -58,7 +60,13 @@ def beside(block):
 
 
 def link_files(app, doctree):
-    """A link to a file of the repository leads to a page of the site that shows it."""
+    """A link to a file of the repository leads to a page of the site that shows it.
+
+    The lists of tests are quiet.
+    """
+    for paragraph in doctree.findall(nodes.paragraph):
+        if paragraph.astext().startswith("Tests: "):
+            paragraph["classes"].append("tests")
     shown = []
     app.env.metadata[app.env.docname]["files"] = shown
     links = list(doctree.findall(addnodes.download_reference))
@@ -109,16 +117,14 @@ def make_pages(app):
     }
     yield "index", home(explained), "home.html"
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
-    explainer = Explainer(app)
     for old, new in pairs:
         places = explain(old, new, explained)
-        whys = explainer.whys(old, new, places)
         context = {
             "title": f"{old} and {new} side by side",
             "old": old,
             "new": new,
             "count": len(hunks(old, new)),
-            "parts": parts(old, new, whys),
+            "parts": parts(old, new, whys(app, old, new, places)),
         }
         yield page_of(old, new), context, "side_by_side.html"
     for name in files:
@@ -145,10 +151,9 @@ def add_to_page(app, pagename, templatename, context, doctree):
 
 def setup(app):
     app.connect("env-before-read-docs", read_all)
-    app.connect("source-read", add_links)
+    app.connect("source-read", add_to_markdown)
     # Before Sphinx copies the files that are linked to (500).
     app.connect("doctree-read", link_files, priority=400)
-    app.connect("doctree-read", dress)
     app.connect("html-collect-pages", make_pages)
     app.connect("html-page-context", add_to_page)
     return {"parallel_read_safe": True}

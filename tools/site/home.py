@@ -2,10 +2,10 @@
 
 import re
 
-from tools.diffs import hunks, signed
+from tools.diffs import hunks
 from tools.scripts import read_lines, root_of, summary, trunk, variants
 from tools.site.explain import diff_html, losses
-from tools.site.pages import has, parse, right_output
+from tools.site.pages import has, parse, right_outputs
 
 # What comes first: each of these texts is in one change, with what goes wrong.
 MISTAKES = {
@@ -37,8 +37,9 @@ def correction(script, faults):
     lines = []
     for right, wrong in faults:
         (line,) = [line for line in read_lines(script) if right in line]
-        removed = [line.replace(right, wrong)] if wrong != "pass" else []
-        lines += signed(removed, [line])
+        if wrong != "pass":
+            lines.append(f"-{line.replace(right, wrong)}")
+        lines.append(f"+{line}")
     return lines
 
 
@@ -48,7 +49,7 @@ def mistake(text, old, new, explained):
     name, heading, anchor = explained[old, new][hunk.number]
     page = parse(f"docs/{name}.md")
     blocks = [block for block in page.blocks if block.faults and block.anchor == anchor]
-    right = page.output_of(right_output(page, blocks[0]))
+    right = page.output_of(right_outputs(page)[blocks[0].line])
     wrong = page.output_of(blocks[0])
     others = "\n".join(map(page.output_of, blocks[1:]))
     lines = correction(new, blocks[0].faults)

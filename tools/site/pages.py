@@ -41,10 +41,8 @@ MARKERS = {  # what stands in the comment, and its kind
     SHOWN: "diff",
     DIFF: "diff",
 }
-TYPED = {  # what a `text` fence may not hold: it would be a diff or output typed
-    "a diff": r"[-+@]",
-    "a command or its output": r"[$] |epoch \d",
-}
+# How no line of a `text` fence may begin: it would be a diff or output that was typed
+TYPED = r"[-+@]|[$] |epoch \d"
 
 
 @dataclass
@@ -89,9 +87,15 @@ class Page:
         text = "\n".join(self.lines[first - 1 : end - 1])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
+    def explaining(self):
+        """The anchors of the headings that explain a change."""
+        return {block.anchor for block in self.blocks if block.hunks}
+
     def output_of(self, block):
-        """The text between a block's markers."""
-        return "\n".join(self.lines[block.line : block.end])
+        """The command of a `run` block, and what it prints."""
+        lines = self.lines[block.line : block.end]
+        first = lines.index("```console") + 1
+        return "\n".join([*lines[first:-1], ""])
 
 
 def slug(heading, taken):
@@ -157,24 +161,21 @@ def read_fence(page, first, marker):
     if ticks not in lines[first + 1 :]:
         raise InputError(f"{at}: a fence without end")
     last = lines.index(ticks, first + 1)
-    body = lines[first + 1 : last]
+    body = "\n".join(lines[first + 1 : last])
     if kind not in ("sh", "python", "text"):
         kinds = "sh, python or text (diffs and output stand between markers)"
         raise InputError(f"{at}: a fence is one of {kinds}")
     if marker and marker.kind == "file":
-        page.files[marker.text] = "\n".join(body) + "\n"
+        page.files[marker.text] = f"{body}\n"
     elif kind == "sh":
-        text = "\n".join(body).replace("\\\n", " ")
-        commands = [" ".join(line.split()) for line in text.splitlines()]
-        commands = [*filter(None, commands)]
-        if not commands or "<<" in text:
+        lines = body.replace("\\\n", " ").splitlines()
+        commands = [" ".join(line.split()) for line in lines if line.strip()]
+        if not commands or "<<" in body:
             raise InputError(f"{at}: a fence of sh holds one command a line")
         why_not_run = marker.text if marker else ""
         page.commands += [(number, command, why_not_run) for command in commands]
-    elif kind == "text":
-        for what, pattern in TYPED.items():
-            if any(re.match(pattern, line) for line in body):
-                raise InputError(f"{at}: {what}, typed: those are generated")
+    elif kind == "text" and re.search(f"(?m)^({TYPED})", body):
+        raise InputError(f"{at}: a diff or output, typed: those are generated")
     return last
 
 
@@ -247,25 +248,26 @@ def has(hunk, text):
 
 
 def find_end(block, lines):
-    for i in range(block.line, len(lines)):
-        if lines[i] == END:
-            return i
-        if lines[i].startswith("<!--"):
-            break
-    raise block.wrong(f"this marker has no {END}")
+    below = range(block.line, len(lines))
+    markers = [i for i in below if lines[i].startswith("<!--")]
+    if not markers or lines[markers[0]] != END:
+        raise block.wrong(f"this marker has no {END}")
+    return markers[0]
 
 
-def right_output(page, block):
-    """The `run` block of a page with the same command and fewer of its faults, or None.
+def right_outputs(page):
+    """{line of a `run` block: the one of its command that has fewer of its faults}
 
     Fewer, and not none: some faults only set the scene, in the right output as well.
     """
-    others = []
-    for other in page.blocks:
-        is_same_run = other.kind == "run" and other.text == block.text
-        if is_same_run and set(other.faults) < set(block.faults):
-            others.append(other)
-    return max(others, key=lambda other: len(other.faults), default=None)
+    runs = [block for block in page.blocks if block.kind == "run"]
+    runs.sort(key=lambda block: len(block.faults))
+    found = {}
+    for block in runs:
+        for other in runs:
+            if other.text == block.text and set(other.faults) < set(block.faults):
+                found[block.line] = other
+    return found
 
 
 # Explanations
@@ -273,11 +275,6 @@ def right_output(page, block):
 # A link to a test: its text is the test's name, its target the file.
 TEST = re.compile(r"\[(test_\w+)\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 TESTS = re.compile(rf"\nTests: {TEST.pattern}(, {TEST.pattern})*\s*$")
-
-
-def linked_tests(text):
-    """The tests that a text links to, as `tests/test_x.py::test_y`."""
-    return [f"{path}::{name}" for name, path in TEST.findall(text)]
 
 
 def explanations(pages=None):
@@ -295,15 +292,4 @@ def explanations(pages=None):
                     other, _, _ = places[hunk.number]
                     raise block.wrong(f"{other} explains it already: {hunk.lines}")
                 places[hunk.number] = (name, block.heading, block.anchor)
-    return found
-
-
-def named_tests(old, new):
-    """{hunk number: the tests that its explanation says will miss it}."""
-    found = {}
-    for page in map(parse, page_names()):
-        for block in page.blocks:
-            if (block.old, block.new) == (old, new):
-                tests = linked_tests(page.section(block))
-                found |= {hunk.number: tests for hunk in block.hunks}
     return found

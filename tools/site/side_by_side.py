@@ -166,9 +166,8 @@ def explain(old, new, explained):
     own = explained.get((old, new), {})
     places = {}
     for hunk in hunks(old, new):
-        if hunk.number in own:
-            found = [own[hunk.number]]
-        else:
+        found = [own[hunk.number]] if hunk.number in own else []
+        if not found:
             found = [place for other, place in on_the_way if share_a_line(hunk, other)]
         if not found:
             found = [place for other, place in on_the_way if other.scope == hunk.scope]
@@ -269,19 +268,20 @@ def unchanged(old, new, old_start, new_start, count):
     if count <= top + bottom + 1:
         top = count
         bottom = 0
+    left = plain_lines(old, OLD)[old_start - 1 :][:count]
+    right = plain_lines(new)[new_start - 1 :][:count]
     found = []
-    done = 0
-    middle = count - top - bottom
-    for kind, length in ("same", top), ("fold", middle), ("same", bottom):
-        if length:
-            i = old_start - 1 + done
-            j = new_start - 1 + done
+    for kind, start, end in [
+        ("same", 0, top),
+        ("fold", top, count - bottom),
+        ("same", count - bottom, count),
+    ]:
+        if start < end:
             part = {
                 "kind": kind,
-                "count": length,
-                "old": "".join(plain_lines(old, OLD)[i : i + length]),
-                "new": "".join(plain_lines(new, NEW)[j : j + length]),
+                "count": end - start,
+                "old": "".join(left[start:end]),
+                "new": "".join(right[start:end]),
             }
             found.append(part)
-            done += length
     return found

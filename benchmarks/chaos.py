@@ -1,6 +1,6 @@
 """Kill workers, agents and hosts at random moments until training completes.
 
-    python -m tools.prove.chaos --kills 30 --seed 1
+    python -m benchmarks.chaos --kills 30 --seed 1
 
 trains multinode.py on two hosts (tools/run/hosts.py) with one disk between them,
 kills and starts again, and compares the final weights with those of a run left alone:
@@ -14,7 +14,7 @@ quarter come while the job is still starting after the kill before, the others a
 random step. An agent that ends with another status than 0 is started again. Steps and
 snapshots take longer than usual, so that there is something to hit.
 
-    python -m tools.prove.chaos --kills 20 --workers
+    python -m benchmarks.chaos --kills 20 --workers
 
 trains with two processes on one host (`torchrun --standalone`), kills only workers, and
 prints how often torchrun has restarted them.
@@ -36,11 +36,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import utils
-from tools.cli import Parser, error
+from benchmarks.chaos_job import began
+from benchmarks.report import make_parser
+from tools.cli import error
 from tools.run.hosts import Hosts, why_not
-from tools.run.launch import plant
-from tools.run.processes import began
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
 
@@ -49,7 +48,6 @@ MOMENTS = ("training", "saving", "training", "starting")
 # "Give every attempt a store of its own" in docs/when_machines_fail.md
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IMPATIENT = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-HOOKS = ("timing:slow_steps", "chaos", "faults:record_in_one_piece")
 SAVE_EVERY = 2  # epochs
 STEP_S = 0.02
 SAVE_S = 0.8
@@ -82,14 +80,15 @@ class Kill(NamedTuple):
 class Job:
     """A training on all `hosts`, and its supervisor, which starts again what ended."""
 
-    def __init__(self, hosts, command, snapshot, **env):
+    def __init__(self, hosts, command, snapshot, step_s, save_s):
         self.hosts = hosts
         self.snapshot = hosts.folder / snapshot
         log = self.snapshot.with_suffix(".steps")
         log.touch()
         self.log = open(log)  # noqa: SIM115
         self.command = [*command, "--snapshot-path", self.snapshot]
-        self.env = {"STEPS": log, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, **env}
+        self.env = {"STEPS": log, "STEP_S": step_s, "SAVE_S": save_s}
+        self.env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
         self.notes = []
         self.kills = []
         self.restart_at = {}  # {host: when its agent is started again}
@@ -258,7 +257,7 @@ def disturb(job, kills, seed, kinds, steps_per_epoch, start_s):
     print(f"steps done twice: {sum(twice)} in all, at most {max(twice)} for a kill")
 
 
-def train(hosts, script, kills, seed, workers):
+def train(hosts, kills, seed, workers):
     """Do it all and print it."""
     epochs = SAVE_EVERY * (kills + 3)
     command = ["torchrun", f"--max-restarts={10 * kills}"]
@@ -267,10 +266,10 @@ def train(hosts, script, kills, seed, workers):
     else:
         command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
         command += ["--rdzv-endpoint=node0:29500", "--rdzv-conf", IMPATIENT]
-    command += [script, epochs, SAVE_EVERY]
+    command += ["-m", "benchmarks.chaos_job", epochs, SAVE_EVERY]
 
     # The right weights, how many steps there are, and how long a start takes.
-    alone = Job(hosts, command, "undisturbed.pt", STEP_S=0, SAVE_S=0)
+    alone = Job(hosts, command, "undisturbed.pt", step_s=0, save_s=0)
     for agent in alone.agents.values():
         done = agent.finish()
         assert done.returncode == 0, done.stdout
@@ -279,7 +278,7 @@ def train(hosts, script, kills, seed, workers):
     start_s = alone.steps()[0].when - alone.began
     print(f"{len(hosts)} hosts, {steps} steps in {epochs} epochs")
 
-    job = Job(hosts, command, "snapshot.pt", STEP_S=STEP_S, SAVE_S=SAVE_S)
+    job = Job(hosts, command, "snapshot.pt", STEP_S, SAVE_S)
     kinds = KINDS[:1] if workers else KINDS
     disturb(job, kills, seed, kinds, steps // epochs, start_s)
     assert {note.step for note in job.steps()} == {*range(steps)}, "steps are left out"
@@ -290,8 +289,7 @@ def train(hosts, script, kills, seed, workers):
 
 
 if __name__ == "__main__":
-    parser = Parser(__doc__)
-    parser.add_argument("--kills", type=utils.positive_int, default=30)
+    parser = make_parser(__doc__, kills=(30, "how often to kill"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", action="store_true", help="kill nothing else")
     args = parser.parse_args()
@@ -299,9 +297,6 @@ if __name__ == "__main__":
     if reason:
         error(f"no hosts on this machine: {reason}")
     os.environ.setdefault(OWN_STORE, "1")
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        # So that the others notice a kill within the patience of this tool.
-        soon = ("timedelta(minutes=5)", "timedelta(seconds=20)")
-        script = plant("multinode.py", Path(folder), soon, hooks=HOOKS)
-        with Hosts(1 if args.workers else 2, folder) as hosts:
-            train(hosts, script, **vars(args))
+    count = 1 if args.workers else 2
+    with tempfile.TemporaryDirectory() as folder, Hosts(count, folder) as hosts:
+        train(hosts, **vars(args))
