@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import uuid
 
 import pytest
 import torch
@@ -75,13 +74,12 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     """
     options = "num_workers=2, multiprocessing_context='fork', worker_init_fn="
     how = {"changes": [("worker_init_fn=", options)], "hooks": [in_step_80]}
-    mark = uuid.uuid4().hex
-    env = {"MARK": mark, "IN_STEP_80": "sigterm_to_launcher"}
+    env = {"MARK": tmp_path, "IN_STEP_80": "sigterm_to_launcher"}
     reason = "torchrun's own signals"
     done = launch(NAME, 5, 2, cwd=tmp_path, real=reason, **how, **env)
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
-    assert not left_over(mark)
+    assert not left_over(tmp_path)
     assert done.stdout.endswith("preempted after 1280 samples of the epoch\n")
     path = tmp_path / "snapshot.pt"
     assert (tmp_path / "snapshot.pt.preempted").exists()
