@@ -143,13 +143,11 @@ def test_with_the_scaler_it_computes_what_the_parent_does(tmp_path):
 
 
 def test_which_losses_are_in_float32():
-    """Those of torch are. Yours may be in the precision of the model's output."""
-    model = torch.nn.Linear(20, 10)
+    """Those of torch are, as the runs above show. Yours may be in the output's."""
+    model = torch.nn.Linear(20, 1)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(torch.randn(8, 20))
-        loss = torch.nn.functional.mse_loss(output, torch.zeros(8, 10))
-        assert loss.dtype == torch.float32
-        assert output.square().mean().dtype == torch.bfloat16
+        loss = model(torch.randn(8, 20)).square().mean()
+    assert loss.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -239,17 +237,14 @@ def test_resumed_in_float16_it_ends_with_the_same_bits(spoiled, tmp_path):
 @pytest.mark.waits
 @pytest.mark.parametrize("saved_by", [PARENT, NAME])
 def test_each_precision_resumes_the_others(runs, copy_of, saved_by):
-    """In float16, where there is no scale, it is found again; the parent goes on."""
+    """In float16, where there is no scale, it is found again."""
     folder, saved = runs(saved_by)
     path = copy_of(folder)
-    in_float16 = train(NAME, 6, 6, *FP16, cwd=path.parent)
-    assert "loss scale 65536\n" in in_float16.stdout
-    in_float32 = train(PARENT, 7, 7, cwd=path.parent)
-    _, held_out_loss = losses(saved)[-1]
-    for done in (in_float16, in_float32):
-        ((_, held_out_loss_after),) = losses(done)
-        assert held_out_loss_after < held_out_loss
-        held_out_loss = held_out_loss_after
+    done = train(NAME, 6, 6, *FP16, cwd=path.parent)
+    assert "loss scale 65536\n" in done.stdout
+    _, held_out_loss_before = losses(saved)[-1]
+    ((_, held_out_loss),) = losses(done)
+    assert held_out_loss < held_out_loss_before
 
 
 # What a reader adds
@@ -265,8 +260,7 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
     first = torch.nn.Linear(4, 4)
     last = torch.nn.Linear(4, 1)
     model = torch.nn.Sequential(first, last)
-    with torch.no_grad():
-        last.weight.fill_(1000)
+    last.weight.data.fill_(1000)
     first.requires_grad_(case != "frozen")
     scaler = torch.GradScaler("cpu", init_scale=32768.0)
     trained = [first, last] if case in ("together", "apart") else [last]

@@ -168,7 +168,7 @@ def test_machines_that_do_not_meet(nr, tmp_path, port):
 def test_a_host_dies_and_the_same_commands_resume(tmp_path):
     """No disk is shared. All end when one dies; nothing but its last epochs is lost."""
     slow = plant(NAME, tmp_path / "copy", hooks=[slow_steps])
-    env = {"OMP_NUM_THREADS": 1, "PYTHONWARNINGS": "ignore", "STEP_S": 0.01}
+    env = {"OMP_NUM_THREADS": 1, "STEP_S": 0.01}
 
     def start_both(hosts, script, total):
         programs = []

@@ -1,9 +1,9 @@
 """preemptible.py: told to stop, it saves inside the epoch and resumes at that step."""
 
-import json
 import os
 import re
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 
 from tests.helpers.checks import assert_same_weights
 from tests.helpers.own_disks import launch_on_own_disks
-from tests.hooks import replace, write
+from tests.hooks import replace
 from tests.hooks.faults import in_step, in_step_80
 from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
@@ -107,7 +107,6 @@ def test_weights_that_are_nan_are_not_saved_at_sigterm(tmp_path):
     done = launch(NAME, 5, 1, cwd=tmp_path, real="", hooks=[spoil_and_tell])
     line = "error: weight has weights that are not finite, not saved to snapshot.pt"
     assert line in done.stderr
-    assert re.search(r"exitcode +: 2 ", done.stderr)
     assert position(tmp_path / "snapshot.pt") == (2, 0)
     assert not (tmp_path / "snapshot.pt.preempted").exists()
 
@@ -164,7 +163,10 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(tmp_path):
 
 
 def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):
-    """The rank that is told goes on, too: it says so before the next step."""
+    """The rank that is told goes on, too: it says so before the next step.
+
+    They ask in a group on the CPU, where no wait is longer than five minutes.
+    """
 
     def tell_late(script):
         questions = []
@@ -176,24 +178,14 @@ def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):
                 if len(questions) == 5 and dist.get_rank() == 1:
                     signal.raise_signal(signal.SIGTERM)
 
-        def barrier(inner, group):
-            backend = group._get_backend(torch.device("cpu"))
-            seconds = backend.options._timeout.total_seconds()
-            write("group", [dist.get_backend(group), seconds])
-            inner(group)
-
-        def backend_for(inner, device):
-            return "cpu:gloo"  # not what the second group has
+        def new_group(inner, **options):
+            assert options == {"timeout": timedelta(minutes=5), "backend": "gloo"}
+            return inner(**options)
 
         replace(dist, "all_reduce", all_reduce)
-        replace(dist, "barrier", barrier)
-        replace(dist, "get_default_backend_for_device", backend_for)
+        replace(dist, "new_group", new_group)
 
     launch_preempted(5, 5, hooks=[tell_late], end=(0, 5 * 64), cwd=tmp_path)
-    for rank in range(2):
-        path = tmp_path / f"{rank}/group.{rank}.json"
-        group = json.loads(path.read_text())
-        assert group == ["gloo", 300], "on the CPU, and no wait is longer"
 
 
 @pytest.mark.waits
