@@ -9,19 +9,24 @@ import json
 import random
 import socket
 import sys
+from datetime import timedelta
 
 import pytest
 
 import utils
 from tests.conftest import needs_hosts
-from tests.helpers.checks import assert_same_weights, import_script, noted
+from tests.helpers.checks import assert_same_weights, import_script
+from tests.hooks import replace
+from tests.hooks.notes import note_device, note_store
+from tests.hooks.timing import slow_steps
 from tools.run.hosts import Hosts
-from tools.run.launch import command, environment, plant, train
+from tools.run.launch import plant, train
 from tools.run.processes import Program, TimedOut, wait
 from tools.run.results import load
 from tools.scripts import ROOT
 
 NAME = "variants/multinode_spawn.py"
+COMMAND = "python -m variants.multinode_spawn"
 ERROR = "multinode_spawn.py: error: "
 
 
@@ -34,12 +39,17 @@ def port():
             return number
 
 
-def machine(nr, port, folder, *options, nodes=2, gpus=1, script=ROOT / NAME):
-    """Start what one types on machine `nr`, in `folder`: a Program."""
+def typed_on(nr, total=5, gpus=1):
+    """The words to type on machine `nr` of two."""
+    words = f"{COMMAND} {total} 2 --nodes 2 --nr {nr} --gpus {gpus}"
+    return words.split()
+
+
+def machine(nr, port, folder, *options, gpus=1, hooks=()):
+    """Start what one types on machine `nr` of two, in `folder`: a Program."""
     folder.mkdir(exist_ok=True)
-    options = ("--nr", nr, "--master_port", port, *options)
-    words = command(script, 5, 2, "--nodes", nodes, *options, nprocs=gpus)
-    return Program(words, folder, **environment(script, {}))
+    words = [*typed_on(nr, gpus=gpus), "--master_port", port, *options]
+    return Program(words, folder, hooks=hooks, PYTHONPATH=ROOT)
 
 
 def ended(machines, status=0):
@@ -54,47 +64,46 @@ def ended(machines, status=0):
 
 
 def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
-    """Two processes each, no disk shared: they resume what machine 0 alone has."""
+    """Two processes each, no disk shared: they resume what machine 0 alone has.
+
+    Each connects to where it is told: the second has another name for the first.
+    """
     homes = [tmp_path / "0", tmp_path / "1"]
-    homes[0].mkdir()
-    train(ROOT / "single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
-    script = plant(NAME, tmp_path / "copy", hooks=["notes:note_device"])
+    addresses = ["localhost", "127.0.0.1"]
+    train("single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
+    how = {"gpus": 2, "hooks": [note_device, note_store]}
 
     def start(nr):
-        options = "--batch-size", 16
-        return machine(nr, port, homes[nr], *options, gpus=2, script=script)
+        options = "--batch-size", 16, "--master_addr", addresses[nr]
+        return machine(nr, port, homes[nr], *options, **how)
 
     second = start(1)
     assert wait(lambda: "machine 1 waits" in second.output, 20)
     first = start(0)
     first_done, second_done = ended([first, second])
-    shown = first_done.stdout
-    assert "4 x cpu, batch 16 each: effective batch 64" in shown
-    assert "epochs saved, by rank: [2, 2, -1, -1]. All take rank 0's" in shown
-    lines = second_done.stdout.splitlines()
-    assert len(lines) == 1, "it says that it waits, and nothing more"
+    line = "epochs saved, by rank: [2, 2, -1, -1]. All take rank 0's"
+    assert line in first_done.stdout
+    assert second_done.stdout.count("\n") == 1, "that it waits, and nothing more"
     alone, _ = runs("single_gpu.py")
     assert_same_weights(homes[0] / "snapshot.pt", alone / "snapshot.pt")
     assert not (homes[1] / "snapshot.pt").exists(), "rank 0 alone saves"
-    # The rank counts through all machines, the number of the device begins anew.
-    for rank, local_rank in enumerate([0, 1, 0, 1]):
-        path = homes[rank // 2] / f"device.{rank}.json"
-        device = json.loads(path.read_text())
-        assert device["local_rank"] == local_rank
-        assert device["nprocs"] == 2, "a machine's cores are shared"
+    for rank in range(4):
+        nr, local_rank = divmod(rank, 2)
+        device = json.loads((homes[nr] / f"device.{rank}.json").read_text())
+        assert device == {"local_rank": local_rank, "nprocs": 2}, "they share the cores"
+        host = json.loads((homes[nr] / f"store.{rank}.json").read_text())
+        assert host == addresses[nr]
 
 
 @pytest.mark.waits
 def test_one_machine_is_typed_as_in_older_scripts(tmp_path):
     """`--epochs N` is short for `N 1`; one machine needs no address and no port."""
-    words = "python -m variants.multinode_spawn -n 1 -g 3 -nr 0 --epochs 5"
-    words += " --master-addr no.such.host"
-    words = [*words.split(), "--snapshot-path"]
+    options = "-n 1 -g 3 -nr 0 --epochs 5 --master-addr no.such.host"
+    words = f"{COMMAND} {options} --snapshot-path".split()
     first = Program([*words, "first.pt"], tmp_path, PYTHONPATH=ROOT)
     second = Program([*words, "second.pt"], tmp_path, PYTHONPATH=ROOT)
     for done in ended([first, second]):
         assert done.stdout.startswith("3 x cpu, batch 32 each: effective batch 96")
-        assert "epochs saved, by rank" not in done.stdout
         assert done.stdout.count(" saved to ") == 5
         assert not done.stderr
 
@@ -144,42 +153,36 @@ def test_bad_argument_and_help(words, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("nr", [0, 1])
 def test_machines_that_do_not_meet(nr, tmp_path, port):
     """One line tells it, below what PyTorch prints, and no process has started."""
-    soon = (
-        'timeout=timedelta(minutes=5)):\n    "',
-        'timeout=timedelta(seconds=2)):\n    "',
-    )
-    script = plant(NAME, tmp_path / "copy", soon)
-    (done,) = ended([machine(nr, port, tmp_path, script=script)], status=2)
+
+    def wait_two_seconds(script):
+        soon = timedelta(seconds=2)
+        replace(script, "meet", lambda meet, args: meet(args, soon))
+
+    alone = machine(nr, port, tmp_path, hooks=[wait_two_seconds])
+    (done,) = ended([alone], status=2)
     assert done.stdout == f"machine {nr} waits for 2 at localhost:{port}\n"
     line = f"{ERROR}2 machines should meet at localhost:{port}: "
     assert done.stderr.splitlines()[-1].startswith(line)
 
 
 @pytest.mark.waits
-def test_a_machine_may_have_another_name_for_the_first(tmp_path, port):
-    script = plant(NAME, tmp_path / "copy", hooks=["notes:note_store"])
-    first = machine(0, port, tmp_path, script=script)
-    second = machine(1, port, tmp_path, "--master_addr", "127.0.0.2", script=script)
-    ended([first, second])
-    hosts = noted(tmp_path, "store")
-    assert hosts == ["localhost", "127.0.0.2"], "each connects to where it is told"
-
-
-@pytest.mark.waits
 @needs_hosts
 def test_a_host_dies_and_the_same_commands_resume(tmp_path):
     """No disk is shared. All end when one dies; nothing but its last epochs is lost."""
-    slow = plant(NAME, tmp_path / "copy", hooks=["timing:slow_steps"])
-    env = {"OMP_NUM_THREADS": 1, "PYTHONWARNINGS": "ignore", "STEP_S": 0.01}
+    slow = tmp_path / "copy"
+    plant(NAME, slow, hooks=[slow_steps])
 
-    def on_host(host, nr, total, script):
-        options = ("--nodes", 2, "--nr", nr, "--master-addr", "node0")
-        words = command(script, total, 2, *options, nprocs=1)
-        return host.start(words, **environment(script, env))
+    def start_both(hosts, repository, total):
+        env = {"PYTHONPATH": repository, "OMP_NUM_THREADS": 1, "STEP_S": 0.01}
+        programs = []
+        for nr, host in enumerate(hosts):
+            words = [*typed_on(nr, total), "--master-addr", "node0"]
+            programs.append(host.start(words, **env))
+        return programs
 
-    with Hosts(2, tmp_path / "disk", own_disks=True) as (host0, host1):
-        first = on_host(host0, 0, 10**6, slow)
-        on_host(host1, 1, 10**6, slow)
+    with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
+        host0, host1 = hosts
+        first, _ = start_both(hosts, slow, 10**6)
         first.wait_for("epoch 3/")
         host1.kill()
         assert first.finish().returncode == 1
@@ -187,8 +190,7 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
         saved = load(host0.folder / "snapshot.pt")["EPOCHS_RUN"]
         host1.boot()
         end = saved + 1
-        first = on_host(host0, 0, end, ROOT / NAME)
-        second = on_host(host1, 1, end, ROOT / NAME)
+        first, second = start_both(hosts, ROOT, end)
         assert first.finish().returncode == 0, first.output
         assert second.finish().returncode == 0, first.output
         line = f"epochs saved, by rank: [{saved}, -1]. All take rank 0's"

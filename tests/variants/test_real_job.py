@@ -1,32 +1,35 @@
 """real_job.py: a schedule that resumes, clipping, accuracy, random workers, a log."""
 
-import csv
+import collections
 import math
-import os
+import multiprocessing.forkserver
 import re
 import sys
+import types
+from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+import torch.distributed as dist
 
 from tests.conftest import once
+from tests.docs.test_fences import fence
 from tests.helpers.checks import import_script, noted, stack
-from tools.run.launch import command, environment, objects_of, plant, train
-from tools.run.processes import Program, left_over
+from tests.hooks import replace, write
+from tests.hooks.faults import in_step_80
+from tests.hooks.notes import at_the_start
+from tools.run.launch import launch, objects_of, train
+from tools.run.processes import left_over
 from tools.run.results import load
 
 NAME = "variants/real_job.py"
 STEPS = 22  # of an epoch with an effective batch of 64
 
 
-def rows(folder, name="snapshot.pt.csv"):
-    """The lines of the log, as dicts of floats."""
-    found = []
-    with open(folder / name, newline="") as file:
-        for row in csv.DictReader(file):
-            found.append({column: float(text) for column, text in row.items()})
-    return found
+def read_log(path):
+    """The columns of the log, by name: a space becomes `_`, and `-` is left out."""
+    return numpy.genfromtxt(path, delimiter=",", names=True)
 
 
 def expected_rates(total_steps):
@@ -43,62 +46,122 @@ def expected_rates(total_steps):
 def test_learns(typed):
     """The docstring's own command reads at least 93 % of the held-out digits."""
     folder, done, _ = typed(NAME)
-    log = rows(folder)
-    assert [row["epoch"] for row in log] == list(range(1, 21))
-    assert log[-1]["accuracy"] >= 0.93
+    log = read_log(folder / "snapshot.pt.csv")
+    assert log["epoch"].tolist() == list(range(1, 21))
+    assert log["accuracy"][-1] >= 0.93
     printed = re.findall(r"\| accuracy (\S+)", done.stdout)
-    assert printed == [f"{row['accuracy']:.6f}" for row in log]
-    assert log[-1]["held-out loss"] < log[0]["held-out loss"] / 3
+    assert printed == [f"{accuracy:.6f}" for accuracy in log["accuracy"]]
     assert "lr_scheduler" not in done.stderr, "it warns if steps come in a wrong order"
 
 
 # Two epochs on two ranks
 
 
+def note_job(script):
+    """noted.RANK.json: what a rank did. It loads 17 of the held-out samples.
+
+    The loss is a million times as large, and each rank that writes the log does so in a
+    file of its own: snapshot.pt.csv.RANK.
+
+        rates, norms, clipped   of each step: the rate, the gradient's norm and what
+                                is left of it
+        images                  of each sample that it trained on: the sum of its pixels
+        untouched               of each step: nothing has drawn from the epoch's random
+                                numbers
+        workers                 after each epoch's training: {process: how it started}
+        exits, preload          their exit statuses, and what their server has imported
+    """
+    facts = collections.defaultdict(list)
+
+    def load_train_objs(inner):
+        train_set, eval_set, model, loss_fn = inner()
+        loss_fn.register_forward_hook(lambda module, batch, loss: 1e6 * loss)
+        return train_set, eval_set[:17], model, loss_fn
+
+    def write_log(inner, path, rows):
+        inner(f"{path}.{dist.get_rank()}", rows)
+
+    def clip(inner, parameters, most):
+        weights = [*parameters]
+        norm = inner(weights, most)
+        facts["norms"].append(norm.item())
+        facts["clipped"].append(inner(weights, math.inf).item())
+        return norm
+
+    def run_batch(inner, self, source, targets):
+        seeded = torch.Generator().manual_seed(torch.initial_seed())
+        untouched = torch.equal(torch.get_rng_state(), seeded.get_state())
+        facts["untouched"].append(untouched)
+        facts["images"] += source.double().sum(1).tolist()
+        facts["rates"].append(self.optimizer.param_groups[0]["lr"])
+        return inner(self, source, targets)
+
+    def run_epoch(inner, self, epoch):
+        loss = inner(self, epoch)
+        workers = torch.multiprocessing.active_children()
+        facts["workers"].append({each.pid: each._start_method for each in workers})
+        return loss
+
+    def train(inner, self, *arguments):
+        inner(self, *arguments)
+        workers = torch.multiprocessing.active_children()
+        self.train_data._iterator = self.eval_data._iterator = None  # they end
+        facts["exits"] = [worker.exitcode for worker in workers]
+        facts["preload"] = multiprocessing.forkserver._forkserver._preload_modules
+        write("noted", facts)
+
+    replace(script, "load_train_objs", load_train_objs)
+    replace(script, "write_log", write_log)
+    replace(torch.nn.utils, "clip_grad_norm_", clip)
+    replace(script["Trainer"], "_run_batch", run_batch)
+    replace(script["Trainer"], "_run_epoch", run_epoch)
+    replace(script["Trainer"], "train", train)
+
+
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory):
-    """`two_epochs()`: their folder."""
+    """`two_epochs()`: (folder, Done)."""
 
     @once
     def run():
         folder = tmp_path_factory.mktemp("noted")
-        script = plant(NAME, folder / "copy", hooks=["real_job"])
-        done = train(script, 2, 2, cwd=folder)
-        (folder / "printed.txt").write_text(done.stdout)
-        return folder
+        return folder, train(NAME, 2, 2, cwd=folder, hooks=[note_job])
 
     return run
 
 
 def test_the_learning_rate_of_each_step(two_epochs):
     """It rises for a tenth of the steps and follows a cosine, the same on each rank."""
+    folder, _ = two_epochs()
     expected = pytest.approx(expected_rates(2 * STEPS))
-    for rank in noted(two_epochs()):
+    for rank in noted(folder):
         assert rank["rates"] == expected
 
 
 def test_accuracy_counts_each_sample_once(two_epochs):
-    """Of 17 samples, a third with wrong labels, that two ranks cannot share equally."""
+    """Of 17 samples, which two ranks cannot share equally."""
+    folder, _ = two_epochs()
     _, eval_set, model, *_ = objects_of(NAME)
-    model.load_state_dict(load(two_epochs() / "snapshot.pt")["MODEL_STATE"])
+    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
     source, targets = stack(eval_set[:17])
-    targets[::3] = (targets[::3] + 1) % 10
     right = (model(source).argmax(1) == targets).sum().item()
-    last = rows(two_epochs(), "snapshot.pt.csv.0")[-1]
-    assert last["accuracy"] == right / 17
+    log = read_log(folder / "snapshot.pt.csv.0")
+    assert log["accuracy"][-1] == right / 17
     assert 0 < right < 17, "or a mean of means could be as good"
 
 
 def test_each_epoch_has_noise_of_its_own(two_epochs):
     """No two images that the ranks train on are equal, in two epochs."""
-    first, second = noted(two_epochs())
+    folder, _ = two_epochs()
+    first, second = noted(folder)
     images = first["images"] + second["images"]
     assert len(set(images)) == len(images) == 2 * STEPS * 64
 
 
 def test_two_workers_of_each_rank_live_on(two_epochs):
     """And two more load what is held out, from the first evaluation on."""
-    for rank in noted(two_epochs()):
+    folder, _ = two_epochs()
+    for rank in noted(folder):
         first, second = rank["workers"]
         assert len(first) == 2
         assert len(second) == 4
@@ -106,20 +169,16 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
         assert set(second.values()) == {"forkserver"}, "forked, they may hang"
         assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
         assert rank["preload"] == ["torch"], "or each worker imports it"
-
-
-def test_loaders_leave_the_random_numbers_of_dropout_alone(two_epochs):
-    """A new loader draws a seed for its workers, and one that lives on does not."""
-    for rank in noted(two_epochs()):
-        assert rank["untouched"] == [True] * 2 * STEPS
+        # A new loader draws a seed for its workers, and one that lives on does not.
+        assert rank["untouched"] == [True] * 2 * STEPS, "random numbers are dropout's"
 
 
 @pytest.mark.waits
 def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
-    script = plant(NAME, tmp_path / "copy", hooks=["faults:in_step_80"])
-    env = environment(script, {"IN_STEP_80": "kill", "MARK": tmp_path})
-    done = Program(command(script, 5, 2), tmp_path, real=True, **env).finish()
+    how = {"real": "workers end by themselves", "hooks": [in_step_80]}
+    env = {"IN_STEP_80": "kill", "MARK": tmp_path}
+    done = launch(NAME, 5, 2, cwd=tmp_path, **how, **env)
     assert done.returncode == 1
     assert not left_over(tmp_path)
 
@@ -129,30 +188,23 @@ def test_one_rank_writes_the_log(two_epochs):
 
     Its learning rate is that of an epoch's first step.
     """
-    (log,) = two_epochs().glob("*.csv*")
-    assert log.name == "snapshot.pt.csv.0"
-    first, second = rows(two_epochs(), "snapshot.pt.csv.0")
-    assert list(first)[2:] == ["train loss", "held-out loss", "accuracy"]
-    rates = [first["learning rate"], second["learning rate"]]
+    folder, _ = two_epochs()
+    (path,) = folder.glob("*.csv*")
+    log = read_log(path)
+    losses = "train_loss", "heldout_loss"
+    assert log.dtype.names == ("epoch", "learning_rate", *losses, "accuracy")
+    rates = log["learning_rate"].tolist()
     assert rates == pytest.approx(expected_rates(2 * STEPS)[::STEPS])
 
 
-def test_a_huge_gradient_is_clipped(tmp_path):
-    """To a norm of 1, on each rank."""
-    script = plant(NAME, tmp_path / "copy", hooks=["real_job"])
-    train(script, 1, 1, cwd=tmp_path, LOSS_TIMES=1e6)
-    first, second = noted(tmp_path)
-    assert first["norms"] == pytest.approx([1] * STEPS, rel=1e-4)
-    assert first["norms"] == second["norms"]
-
-
-def test_the_largest_norm_of_each_epoch_is_printed(two_epochs):
-    """As it was before the gradients were clipped."""
-    text = (two_epochs() / "printed.txt").read_text()
-    printed = re.findall(r"\| gradient norm (\S+)", text)
-    for rank in noted(two_epochs()):
-        steps = rank["unclipped"]
-        largest = [max(steps[:STEPS]), max(steps[STEPS:])]
+def test_a_huge_gradient_is_clipped(two_epochs):
+    """To a norm of 1, on each rank. The largest norm of each epoch is printed."""
+    folder, done = two_epochs()
+    printed = re.findall(r"\| gradient norm (\S+)", done.stdout)
+    for rank in noted(folder):
+        assert rank["clipped"] == pytest.approx([1] * 2 * STEPS, rel=1e-4)
+        norms = rank["norms"]
+        largest = [max(norms[:STEPS]), max(norms[STEPS:])]
         assert printed == [f"{norm:.3f}" for norm in largest]
 
 
@@ -168,14 +220,39 @@ def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
     snapshot = load(path)
     del snapshot["LOG"]
     torch.save(snapshot, path)
-    script = plant(NAME, folder / "copy", hooks=["real_job"])
-    done = train(script, 8, 2, "--batch-size", 16, cwd=folder)
-    assert len(re.findall("(?m)^lr is .* as in .*, not ", done.stdout)) == 1
+    train(NAME, 8, 2, "--batch-size", 16, cwd=folder, hooks=[note_job])
     steps = 1437 // 32
     expected = pytest.approx(expected_rates(8 * steps)[5 * steps :])
     for rank in noted(folder):
         assert rank["rates"] == expected
-    assert [row["epoch"] for row in rows(folder, "snapshot.pt.csv.0")] == [6, 7, 8]
+    log = read_log(folder / "snapshot.pt.csv.0")
+    assert log["epoch"].tolist() == [6, 7, 8]
+
+
+def test_tensorboard_hides_what_follows_the_snapshot(monkeypatch):
+    """The lines of the page, with a writer that notes what it is told."""
+    tensorboard = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    trainer = types.SimpleNamespace(epochs_run=5)
+    lines = fence("docs/real_job.md", "purge_step")
+    exec(lines, {"self": trainer, "accuracy": 0.9})
+    tensorboard.SummaryWriter.assert_called_once_with("runs", purge_step=6)
+    trainer.writer.add_scalar.assert_called_once_with("accuracy", 0.9, 5)
+
+
+def test_the_lines_for_batch_normalization(tmp_path):
+    """Those that a page adds to your script: all ranks get rank 0's statistics."""
+    lines = fence("docs/adapt_your_script.md", "model.buffers()")
+
+    def mean():
+        model = torch.nn.BatchNorm1d(1)
+        model.running_mean.fill_(dist.get_rank())
+        exec(lines, {"model": model, "dist": dist})
+        return model.running_mean.item()
+
+    hooks = [lambda script: at_the_start(script, "mean", mean)]
+    train("multigpu.py", 1, 1, cwd=tmp_path, hooks=hooks)
+    assert noted(tmp_path, "mean") == [0, 0]
 
 
 # The data, and its random numbers
@@ -194,11 +271,8 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
     assert len(held_out) == 360
     source, targets = stack(held_out)
     clean, labels = stack(train_set.data)
-    assert source.dtype == torch.float32
-    assert targets.dtype == torch.int64
     assert set(targets.tolist()) == set(range(10))
-    different = {tuple(image.tolist()) for image in [*clean, *source]}
-    assert len(different) > 1790, "none in both"
+    assert torch.cdist(source, clean).min() > 0.1, "none in both"
     _, again = real_job.load_digits()
     assert torch.equal(again[0][0], source[0]), "each time"
     noisy, _ = stack(train_set)
@@ -210,53 +284,11 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
     assert (nearest == targets).double().mean() >= right
 
 
-class Drawing(Dataset):  # each sample: its index, a random number, its process
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return index, torch.rand(1).item(), os.getpid()
-
-
-def epochs(ranks=1, **workers):
-    """[{sample: number}] of two epochs, and the processes that drew them."""
-    real_job = import_script(NAME)
-    drawn = [{}, {}]
-    pids = [set(), set()]
-    for rank in range(ranks):
-        data = real_job.SeededDataset(Drawing())
-        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
-        loader = DataLoader(data, batch_size=2, sampler=sampler, **workers)
-        for epoch in (0, 1):
-            sampler.set_epoch(epoch)
-            data.set_epoch(epoch)
-            for batch in loader:
-                for index, number, pid in zip(*batch, strict=True):
-                    drawn[epoch][int(index)] = float(number)
-                    pids[epoch].add(int(pid))
-    return drawn, pids
-
-
-def test_random_numbers_follow_from_epoch_and_sample():
-    """In this process, in two workers that live on, and on two ranks."""
-    drawn, _ = epochs()
-    first, second = drawn
-    assert len({*first.values(), *second.values()}) == 24, "all differ"
-    by_two, pids = epochs(num_workers=2, persistent_workers=True)
-    assert pids[0] == pids[1], "the same processes"
-    assert len(pids[0]) == 2
-    assert by_two == drawn
-    on_two_ranks, _ = epochs(ranks=2, num_workers=1, persistent_workers=True)
-    assert on_two_ranks == drawn
-
-
 def test_drawing_for_a_sample_leaves_other_random_numbers_alone(monkeypatch):
     """Without workers, dropout draws in the same process. GPUs are not asked."""
     real_job = import_script(NAME)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    torch.manual_seed(3)
-    undisturbed = torch.rand(2).tolist()
-    torch.manual_seed(3)
-    first = torch.rand(1).item()
-    _ = real_job.SeededDataset(Drawing())[5]
-    assert [first, torch.rand(1).item()] == undisturbed
+    noisy = real_job.NoisyDataset([(torch.zeros(64), 0)], 0.1)
+    before = torch.get_rng_state()
+    _ = real_job.SeededDataset(noisy)[0]
+    assert torch.equal(torch.get_rng_state(), before), "it has drawn here"
