@@ -1,6 +1,7 @@
 """Runs that several tests look at are made once, when the first of them asks."""
 
 import collections
+import functools
 import os
 import re
 import shutil
@@ -138,25 +139,6 @@ def standin(tmp_path_factory):
     assert done.returncode == 0, done.stderr
 
 
-def once(make):
-    """`make`, called once for the same arguments; what failed is not tried again."""
-    results = {}
-    errors = {}
-
-    def get(*arguments):
-        if arguments in errors:
-            raise errors[arguments]
-        if arguments not in results:
-            try:
-                results[arguments] = make(*arguments)
-            except Exception as error:
-                errors[arguments] = error
-                raise
-        return results[arguments]
-
-    return get
-
-
 def of_the_root(request, fixture):
     """The scripts of the root for which this session's tests use the fixture."""
     names = set()
@@ -177,7 +159,7 @@ def runs(tmp_path_factory):
     It saves every second epoch. In forks. hooks: as of `launch`.
     """
 
-    @once
+    @functools.cache
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("run")
         size = launch.batch_size(name, 64, nprocs)
@@ -217,7 +199,7 @@ def typed(tmp_path_factory, request):
 
     started = {name: start(name) for name in of_the_root(request, "typed")}
 
-    @once
+    @functools.cache
     def run(name):
         folder, log, program = started.get(name) or start(name)
         done = program.finish()
@@ -252,7 +234,7 @@ def killed(tmp_path_factory, request):
 
     started = {name: start(name) for name in of_the_root(request, "killed")}
 
-    @once
+    @functools.cache
     def run(name):
         folder, program = started.get(name) or start(name)
         done = program.finish()
@@ -281,7 +263,7 @@ def probes(tmp_path_factory):
     those of tests/hooks/probe.py. `hooks`: others to attach before it.
     """
 
-    @once
+    @functools.cache
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
         size = launch.batch_size(name, 66, nprocs)

@@ -58,9 +58,9 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 176_400,
-    "tests/": 84_210,
-    "tools/": 30_700,
+    "all Python": 164_600,
+    "tests/": 71_900,
+    "tools/": 27_500,
     "variants/multinode_spawn.py": 69,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]

@@ -16,7 +16,7 @@ from tools.scripts import ROOT, read_lines
 from tools.site.pages import quoted
 
 PAGE = "docs/convert_your_script.md"
-REST = "adapt_your_script"
+REST = "docs/adapt_your_script.md"
 STEP2 = "docs/convert_your_script/step2.py"
 AFTER = "docs/convert_your_script/after.py"
 SNAPSHOT = "stripes_snapshot.pt"
@@ -139,7 +139,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
     0's statistics.
     """
     wish = "time.monotonic() > deadline"
-    stop = fence("convert_your_script", wish)
+    stop = fence("docs/convert_your_script.md", wish)
     stop = stop.replace(wish, "rank == 1 and epoch == 2")
     save = "        save_once(snapshot, SNAPSHOT)\n"
     imports = "import torch.nn as nn\n"

@@ -1,10 +1,39 @@
 """Code that readers copy from the pages, and that no command of a page runs."""
 
-import pytest
+import textwrap
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.checks import noted
 from tests.helpers.fences import fence
+from tests.hooks.notes import at_the_start
+from tools.run.launch import train
 from tools.run.processes import Program
 from tools.scripts import ROOT
+
+
+def test_the_lines_for_batch_normalization(tmp_path):
+    """Those that a page adds to your script: all ranks get rank 0's statistics."""
+    lines = textwrap.dedent(fence("docs/adapt_your_script.md", "model.buffers()"))
+
+    def mean():
+        model = torch.nn.BatchNorm1d(1)
+        model.running_mean.fill_(dist.get_rank())
+        exec(lines, {"model": model, "dist": dist})
+        return model.running_mean.item()
+
+    hooks = [lambda script: at_the_start(script, "mean", mean)]
+    train("multigpu.py", 1, 1, cwd=tmp_path, hooks=hooks)
+    assert noted(tmp_path, "mean") == [0, 0]
+
+
+def test_the_example_of_a_test(tmp_path):
+    names = {}
+    exec(fence("CONTRIBUTING.md", "note_mean"), names)
+    names["test_the_statistics_of_rank_0_are_saved"](tmp_path)
+
 
 BLOCKS = """
 import copy
@@ -74,7 +103,7 @@ dist.destroy_process_group()
 @pytest.mark.waits
 def test_the_plan_of_a_transformer(tmp_path):
     """Two ranks compute its outputs and gradients, each with half of the weights."""
-    plan = fence("split_your_model", "PLAN = {}")
+    plan = fence("docs/split_your_model.md", "PLAN = {}")
     script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
     (tmp_path / "blocks.py").write_text(script)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", "blocks.py"]

@@ -34,9 +34,9 @@ CASES = {
 
 def lines_of_the_page():
     """Changes of multigpu.py, whose loss divides by the weights of all ranks."""
-    steps = textwrap.indent(fence("make_it_real", "def _run_batch"), "    ")
+    steps = textwrap.indent(fence("docs/make_it_real.md", "def _run_batch"), "    ")
     # Three dots on the page stand for the loop's head.
-    tests = fence("make_it_real", "self.weigh(targets)])")
+    tests = fence("docs/make_it_real.md", "self.weigh(targets)])")
     evaluate = inspect.getsource(multigpu.Trainer._evaluate)
     old = evaluate[evaluate.index("        loss_sum = ") :]
     (loop,) = re.findall(r"(?s)        for source.*?output = .*?\n", old)

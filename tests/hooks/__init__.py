@@ -1,42 +1,17 @@
-"""Hooks: what tests put into a copy of a script, to watch it or to make it fail.
+"""Hooks: what tests do to a script, to watch it or to make it fail.
 
-`tools.run.launch.plant(name, folder, hooks=["probe", "faults:die_at_once"])` copies
-this folder beside the script and attaches the hooks, in every process. A hook is
-
-- `MODULE:FUNCTION`: the function is called with the globals of the script; or
-- `MODULE`, which may have a class `Trainer`, to be put in front of the script's, and
-  functions `around_NAME(inner, ...)`: each is called instead of the script's function
-  NAME, which it gets as `inner`.
+A hook is a function that each process of a script calls with the script's globals, a
+dict, before it calls `main`: `tools.run.launch.train(script, ..., hooks=[hook])`. The
+hooks of this folder serve several tests, or new interpreters: for these, `plant` copies
+the folder beside the copy of the script.
 """
 
 import functools
-import importlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import utils
-
-
-def attach(script, *names):
-    """Attach hooks to a script, given as its globals."""
-    for name in list(sys.modules):
-        if name.startswith("hooks."):
-            del sys.modules[name]
-    for name in names:
-        file, _, function = name.partition(":")
-        hook = importlib.import_module(f"hooks.{file}")
-        if function:
-            getattr(hook, function)(script)
-            continue
-        if hasattr(hook, "Trainer"):
-            bases = hook.Trainer, script["Trainer"]
-            module = {"__module__": script["__name__"]}
-            script["Trainer"] = type("Trainer", bases, module)
-        for key, around in list(vars(hook).items()):
-            if key.startswith("around_"):
-                replace(script, key.removeprefix("around_"), around)
 
 
 def replace(owner, name, around):

@@ -7,6 +7,7 @@ import types
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from . import replace, write
@@ -61,10 +62,16 @@ def strict_as_nccl(script):
                     assert hasattr(value, "is_placed"), f"{value} is on no device"
         return collective(*arguments, **options)
 
+    def to_local(inner, tensor):
+        local = inner(tensor)
+        local.is_placed = True  # it is where the mesh is
+        return local
+
     def marking(main, *arguments):
         with Marking():
             main(*arguments)
 
+    replace(DTensor, "to_local", to_local)
     replace(script, "main", marking)
     for name in ("all_reduce", "all_gather", "broadcast"):
         replace(dist, name, checked)

@@ -1,5 +1,6 @@
 """Snapshots: a kill never leaves half of one, and the newest is resumed from."""
 
+import functools
 import json
 import os
 import random
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import utils
-from tests.conftest import once
 from tests.helpers.checks import noted
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.models import large_model
@@ -175,7 +175,7 @@ def test_held_out_samples_are_others():
 def sixth(runs, tmp_path_factory):
     """`sixth()`: the snapshot of multinode.py after a sixth epoch."""
 
-    @once
+    @functools.cache
     def run():
         fifth, _ = runs("multinode.py")
         folder = tmp_path_factory.mktemp("sixth")

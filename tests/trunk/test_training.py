@@ -1,6 +1,7 @@
 """Every script learns, trains the model of its parent, and resumes it bit for bit."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import types
 import pytest
 import torch
 
-from tests.conftest import NEW, once
+from tests.conftest import NEW
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
@@ -312,7 +313,7 @@ def changed(tmp_path_factory):
     It finds one GPU, and takes the CPU because it is told to.
     """
 
-    @once
+    @functools.cache
     def run(name):
         folder = tmp_path_factory.mktemp("changed")
         hooks = [batch_norm, weighted_loss, one_gpu, strict_as_nccl, note_lines]

@@ -17,6 +17,7 @@ outcome is "equal" if
 pytest -s tests/trunk/test_zoo.py::test_every_case
 """
 
+import functools
 import itertools
 import json
 import re
@@ -24,7 +25,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import once
 from tests.helpers.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS
 from tools.run.processes import Program
 from tools.scripts import ROOT, ancestry, calls
@@ -140,7 +140,7 @@ def outcomes(tmp_path_factory, request):
             needed.update(ancestry(test.callspec.params["script"]))
     names = [name for name in NAMES if name in needed]
 
-    @once
+    @functools.cache
     def run(ranks):
         folder = tmp_path_factory.mktemp("zoo")
         start = f"torchrun --standalone --nproc-per-node={ranks} -m tests.helpers.zoo"

@@ -4,6 +4,7 @@ That it trains as its parent does but for the precision is shown by the tests of
 scripts: they run it in float64, which autocast leaves alone.
 """
 
+import functools
 import math
 import re
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import once
 from tests.helpers.checks import help_of, import_script, noted
 from tests.helpers.forked import in_a_fork
 from tests.hooks import replace, write
@@ -85,7 +85,7 @@ def spoil_a_step(script):
 def spoiled(tmp_path_factory):
     """`spoiled(*options)`: (folder, Done) of five epochs with a spoiled step."""
 
-    @once
+    @functools.cache
     def run(*options):
         folder = tmp_path_factory.mktemp("spoiled")
         how = {"cwd": folder, "hooks": [note_precision, spoil_a_step]}

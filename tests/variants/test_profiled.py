@@ -1,5 +1,6 @@
 """The shares of a step: known ones are found, of each rank, and add up to the clock."""
 
+import functools
 import json
 import time
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import once
 from tests.helpers.checks import help_of, noted
 from tests.hooks import replace, write
 from tests.hooks.timing import after
@@ -117,7 +117,7 @@ def passes_for_a_gpu(script):
 def profiled(tmp_path_factory):
     """`profiled(*hooks)`: (folder, Done) of six epochs of four steps on two ranks."""
 
-    @once
+    @functools.cache
     def run(*hooks):
         folder = tmp_path_factory.mktemp("profiled")
         how = {"changes": [FEW], "hooks": [known_steps, *hooks]}

@@ -1,10 +1,12 @@
 """real_job.py: a schedule that resumes, clipping, accuracy, random workers, a log."""
 
 import collections
+import functools
 import math
 import multiprocessing.forkserver
 import re
 import sys
+import textwrap
 import types
 from unittest.mock import Mock
 
@@ -13,12 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import once
-from tests.docs.test_fences import fence
 from tests.helpers.checks import import_script, noted, stack
+from tests.helpers.fences import fence
 from tests.hooks import replace, write
 from tests.hooks.faults import in_step_80
-from tests.hooks.notes import at_the_start
 from tools.run.launch import launch, objects_of, train
 from tools.run.processes import left_over
 from tools.run.results import load
@@ -122,7 +122,7 @@ def note_job(script):
 def two_epochs(tmp_path_factory):
     """`two_epochs()`: (folder, Done)."""
 
-    @once
+    @functools.cache
     def run():
         folder = tmp_path_factory.mktemp("noted")
         return folder, train(NAME, 2, 2, cwd=folder, hooks=[note_job])
@@ -234,25 +234,10 @@ def test_tensorboard_hides_what_follows_the_snapshot(monkeypatch):
     tensorboard = Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     trainer = types.SimpleNamespace(epochs_run=5)
-    lines = fence("docs/real_job.md", "purge_step")
+    lines = textwrap.dedent(fence("docs/real_job.md", "purge_step"))
     exec(lines, {"self": trainer, "accuracy": 0.9})
     tensorboard.SummaryWriter.assert_called_once_with("runs", purge_step=6)
     trainer.writer.add_scalar.assert_called_once_with("accuracy", 0.9, 5)
-
-
-def test_the_lines_for_batch_normalization(tmp_path):
-    """Those that a page adds to your script: all ranks get rank 0's statistics."""
-    lines = fence("docs/adapt_your_script.md", "model.buffers()")
-
-    def mean():
-        model = torch.nn.BatchNorm1d(1)
-        model.running_mean.fill_(dist.get_rank())
-        exec(lines, {"model": model, "dist": dist})
-        return model.running_mean.item()
-
-    hooks = [lambda script: at_the_start(script, "mean", mean)]
-    train("multigpu.py", 1, 1, cwd=tmp_path, hooks=hooks)
-    assert noted(tmp_path, "mean") == [0, 0]
 
 
 # The data, and its random numbers

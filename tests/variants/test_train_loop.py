@@ -1,5 +1,6 @@
 """train_loop.py: every mode trains the model of the scripts, and hands it back."""
 
+import functools
 import os
 import signal
 import socket
@@ -13,7 +14,6 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 import utils
-from tests.conftest import once
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
@@ -86,7 +86,7 @@ def train_in(mode, folder):
 def modes(tmp_path_factory):
     """`modes(mode)`: (folder, Done) of `train_in`."""
 
-    @once
+    @functools.cache
     def run(mode):
         folder = tmp_path_factory.mktemp("mode")
         return folder, train_in(mode, folder)

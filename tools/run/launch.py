@@ -182,7 +182,5 @@ def plant(name, folder, *changes, hooks=()):
 
 def call_of(hook):
     """The lines that call a function of tests/hooks from a copy of a script."""
-    if isinstance(hook, str):
-        return f'import hooks\n\nhooks.attach(globals(), "{hook}")'
     module = hook.__module__.removeprefix("tests.")
     return f"import {module}\n\n{module}.{hook.__name__}(globals())"
