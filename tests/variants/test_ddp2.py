@@ -2,6 +2,7 @@
 
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -67,7 +68,12 @@ def print_group(script):
     replace(script["Trainer"], "train", train)
 
 
-def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
+def gather_nothing(script):
+    """A node with one rank has the whole batch."""
+    script["Gather"] = types.SimpleNamespace(apply=lambda output, group: output)
+
+
+def trained_on(folder, nodes, nprocs, batch_size, script=NAME, hooks=()):
     """(what each rank prints, weights, losses) of an epoch in float64.
 
     Each node has `nprocs` ranks, and torchrun's variables say so.
@@ -77,7 +83,7 @@ def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
         "LOCAL_WORLD_SIZE": nprocs,
         "OMP_NUM_THREADS": 1,
     }
-    hooks = [few_held_out, float64, print_group]
+    hooks = [few_held_out, float64, print_group, *hooks]
     how = {"cwd": folder, "nprocs": nodes * nprocs, "hooks": hooks, **env}
     ranks = launch_on_own_disks(script, 1, 1, "--batch-size", batch_size, **how)
     for rank in ranks:
@@ -89,7 +95,8 @@ def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
 def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     """With the temperature, which is one of the parameters."""
     printed, *found = trained_on(tmp_path / "two", nodes=2, nprocs=2, batch_size=12)
-    _, *expected = trained_on(tmp_path / "one", nodes=2, nprocs=1, batch_size=24)
+    one = {"nodes": 2, "nprocs": 1, "batch_size": 24, "hooks": [gather_nothing]}
+    _, *expected = trained_on(tmp_path / "one", **one)
     assert len(found[1]) == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     for rank in range(4):
@@ -103,7 +110,8 @@ def test_all_nodes_can_compare_together(tmp_path):
     change = ("new_subgroups(nprocs, ", "new_subgroups(world_size, ")
     copy = plant(NAME, tmp_path / "copy", change)
     _, *found = trained_on(tmp_path / "four", 2, 2, batch_size=12, script=copy)
-    _, *expected = trained_on(tmp_path / "one", 1, 1, batch_size=48)
+    one = {"nodes": 1, "nprocs": 1, "batch_size": 48, "hooks": [gather_nothing]}
+    _, *expected = trained_on(tmp_path / "one", **one)
     assert len(found[1]) == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
