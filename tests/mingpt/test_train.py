@@ -94,10 +94,11 @@ def test_resume_compiled(gpt, tmp_path):
 
 
 @pytest.mark.waits
-def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
+@pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern --shard"])
+def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     how = {"status": 1, "resumes_at": 10, "nprocs": 2}  # torchrun's own status
-    options = f"{RESUMABLE} --model mingpt.modern --shard"
+    options = f"{RESUMABLE} --model {model}"
     disturb = at_step(9, get_sigterm, rank=1)
     check_resumes(gpt, tmp_path, options, disturb=disturb, **how)
     assert (tmp_path / "stopped" / "mingpt.pt.preempted").exists()
