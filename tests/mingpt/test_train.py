@@ -199,11 +199,15 @@ def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
 
 @pytest.mark.waits
 def test_another_batch_goes_on_after_what_is_trained(gpt, tmp_path):
-    """Also with another split of the text, which it has trained on: a line says so."""
+    """Also with another split of the text, which it has trained on: a line says so.
+
+    Another says that the learning rate stays the saved one.
+    """
     gpt(tmp_path, SHORT)
-    done = gpt(tmp_path, "--steps 5 --batch-size 4 --val-fraction 0.3")
+    done = gpt(tmp_path, "--steps 5 --batch-size 4 --val-fraction 0.3 --lr 0.01")
     assert snapshot(tmp_path)["WINDOWS_RUN"] == 2 * 8 + 3 * 4
     assert "was trained on another text, or another split" in done.stdout
+    assert "initial_lr is 0.003 as in mingpt.pt, not 0.01 as here" in done.stdout
 
 
 @pytest.mark.waits
