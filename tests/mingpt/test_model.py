@@ -58,7 +58,7 @@ def test_attention_in_bfloat16_on_a_cpu():
 
 
 @both
-def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which):
+def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
     def chosen(precision):
         run = configuration("--model", which.__name__, "--precision", precision)
         model = loading.load_model(run, vocab_size=31)
@@ -66,6 +66,8 @@ def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which):
 
     assert chosen("fp32") is which.attention
     assert chosen("bf16") is cpu_attention.attention
+    monkeypatch.delattr(which.GPTConfig, "attention")  # yours may lack it
+    assert chosen("bf16") is which.attention
 
 
 def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(monkeypatch):
