@@ -168,6 +168,7 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
         ("--tokenizer bytes", "mingpt.pt: its tokenizer is another .*"),
         ("--model mingpt.modern", "mingpt.pt: its model mingpt.model: .*"),
         ("--split 2 --model mingpt.modern", "--split cannot cut mingpt.modern, .*"),
+        ("--split 2 --shard", "argument --shard: not allowed with argument --split"),
         ("--split 2 --precision fp16", "--split: choose --precision fp32 or bf16, .*"),
     ],
 )
