@@ -163,6 +163,7 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
         ("--clip 0", "argument --clip: 0 is not above 0"),
         ("--dropout 1", "argument --dropout: 1 is not from 0 on and below 1"),
         ("--val-fraction 0", r"no text to validate on: \d+ bytes, --val-fraction 0.0"),
+        ("--data mingpt.pt", "cannot read mingpt.pt: 'utf-8' codec .*"),
         ("--n-embd 64", "mingpt.pt: its config {.*}: choose another .*"),
         ("--seed 1", r"mingpt.pt: its seed \d+: .*"),
         ("--tokenizer bytes", "mingpt.pt: its tokenizer is another .*"),
