@@ -67,7 +67,7 @@ def test_resumes_without_it_and_with_it(long_run, unsplit, tmp_path):
     check_runs(tmp_path, unsplit, "val loss")
 
 
-def test_the_ranks_share_out_the_heads(gpt, tmp_path):
+def test_it_must_divide_the_heads(gpt, tmp_path):
     done = gpt(tmp_path, "--split 2 --n-head 1", nprocs=2, status=1)
     assert "error: --split 2 does not divide 1 heads\n" in done.stderr
 
