@@ -126,6 +126,18 @@ def test_no_snapshot_of_a_wrong_model(gpt, tmp_path, is_told, wrong):
     assert [row["step"] for row in metrics(tmp_path / METRICS)] == [6]
 
 
+def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path):
+    """DDP averages their gradients alone: no loss would tell."""
+
+    def befall(trainer):
+        trainer.model.lm_head.weight.data.mul_(1.01)
+
+    hooks = [at_step(2, befall, rank=1)]
+    done = gpt(tmp_path, SHORT, nprocs=2, status=1, hooks=hooks)
+    assert "step 2: transformer.wte.weight differs by rank, sums " in done.stderr
+    assert not (tmp_path / "mingpt.pt").exists()
+
+
 @pytest.mark.waits
 def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
     """There, an operation on a tensor raises, or becomes a part of the graph."""
