@@ -238,7 +238,8 @@ def test_sixteen_bits(gpt, tmp_path, precision):
         assert 0 < differences.abs().max() < 0.01
 
 
-def test_sample(gpt, tmp_path):
+@pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern"])
+def test_sample(gpt, tmp_path, model):
     """Of the model that the snapshot names."""
 
     def write(prompt):
@@ -246,7 +247,7 @@ def test_sample(gpt, tmp_path):
         words += ["--prompt", prompt]
         return Program(words, tmp_path, PYTHONPATH=ROOT).finish()
 
-    gpt(tmp_path, f"{SHORT} --model mingpt.modern")
+    gpt(tmp_path, f"{SHORT} --model {model}")
     done = write("The ")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The ")
