@@ -58,7 +58,7 @@ def test_attention_in_bfloat16_on_a_cpu():
 
 
 @both
-def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which):
+def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
     def chosen(precision):
         run = configuration("--model", which.__name__, "--precision", precision)
         model = loading.load_model(run, vocab_size=31)
@@ -66,6 +66,8 @@ def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which):
 
     assert chosen("fp32") is which.attention
     assert chosen("bf16") is cpu_attention.attention
+    monkeypatch.delattr(which.GPTConfig, "attention")  # yours may lack it
+    assert chosen("bf16") is which.attention
 
 
 def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(monkeypatch):
@@ -161,10 +163,14 @@ def test_temperature_and_top_k_choose():
 
 
 @pytest.mark.parametrize(
-    "preset, parameters", [("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200)]
+    "preset, parameters, accumulate",
+    [("gpt2", 124_439_808, 4), ("gpt2-xl", 1_557_611_200, 32)],
 )
-def test_presets_have_the_parameters_of_gpt2(preset, parameters):
+def test_presets_have_the_parameters_of_gpt2(preset, parameters, accumulate):
+    """And eight processes take as many tokens in a step as the page says."""
     run = configuration("--preset", preset)
+    assert 8 * run.batch_size * run.block_size == 524_288
+    assert run.accumulate == accumulate
     with torch.device("meta"):
         model = loading.load_model(run, vocab_size=50257)
     assert sum(weight.numel() for weight in model.parameters()) == parameters

@@ -67,6 +67,11 @@ def test_resumes_without_it_and_with_it(long_run, unsplit, tmp_path):
     check_runs(tmp_path, unsplit, "val loss")
 
 
+def test_it_must_divide_the_heads(gpt, tmp_path):
+    done = gpt(tmp_path, "--split 2 --n-head 1", nprocs=2, status=1)
+    assert "error: --split 2 does not divide 1 heads\n" in done.stderr
+
+
 def test_parts_that_differ_by_replica_are_not_saved(long_run, tmp_path):
     """Each rank has a part of a layer, which one other rank has, too."""
 

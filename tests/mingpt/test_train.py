@@ -94,10 +94,11 @@ def test_resume_compiled(gpt, tmp_path):
 
 
 @pytest.mark.waits
-def test_one_rank_is_told_and_all_stop(gpt, tmp_path):
+@pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern --shard"])
+def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     how = {"status": 1, "resumes_at": 10, "nprocs": 2}  # torchrun's own status
-    options = f"{RESUMABLE} --model mingpt.modern --shard"
+    options = f"{RESUMABLE} --model {model}"
     disturb = at_step(9, get_sigterm, rank=1)
     check_resumes(gpt, tmp_path, options, disturb=disturb, **how)
     assert (tmp_path / "stopped" / "mingpt.pt.preempted").exists()
@@ -123,6 +124,18 @@ def test_no_snapshot_of_a_wrong_model(gpt, tmp_path, is_told, wrong):
     assert done.stderr == line
     assert steps_run(tmp_path) == 6
     assert [row["step"] for row in metrics(tmp_path / METRICS)] == [6]
+
+
+def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path):
+    """DDP averages their gradients alone: no loss would tell."""
+
+    def befall(trainer):
+        trainer.model.lm_head.weight.data.mul_(1.01)
+
+    hooks = [at_step(2, befall, rank=1)]
+    done = gpt(tmp_path, SHORT, nprocs=2, status=1, hooks=hooks)
+    assert "step 2: transformer.wte.weight differs by rank, sums " in done.stderr
+    assert not (tmp_path / "mingpt.pt").exists()
 
 
 @pytest.mark.waits
@@ -162,11 +175,13 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
         ("--clip 0", "argument --clip: 0 is not above 0"),
         ("--dropout 1", "argument --dropout: 1 is not from 0 on and below 1"),
         ("--val-fraction 0", r"no text to validate on: \d+ bytes, --val-fraction 0.0"),
+        ("--data mingpt.pt", "cannot read mingpt.pt: 'utf-8' codec .*"),
         ("--n-embd 64", "mingpt.pt: its config {.*}: choose another .*"),
         ("--seed 1", r"mingpt.pt: its seed \d+: .*"),
         ("--tokenizer bytes", "mingpt.pt: its tokenizer is another .*"),
         ("--model mingpt.modern", "mingpt.pt: its model mingpt.model: .*"),
         ("--split 2 --model mingpt.modern", "--split cannot cut mingpt.modern, .*"),
+        ("--split 2 --shard", "argument --shard: not allowed with argument --split"),
         ("--split 2 --precision fp16", "--split: choose --precision fp32 or bf16, .*"),
     ],
 )
@@ -198,11 +213,15 @@ def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
 
 @pytest.mark.waits
 def test_another_batch_goes_on_after_what_is_trained(gpt, tmp_path):
-    """Also with another split of the text, which it has trained on: a line says so."""
+    """Also with another split of the text, which it has trained on: a line says so.
+
+    Another says that the learning rate stays the saved one.
+    """
     gpt(tmp_path, SHORT)
-    done = gpt(tmp_path, "--steps 5 --batch-size 4 --val-fraction 0.3")
+    done = gpt(tmp_path, "--steps 5 --batch-size 4 --val-fraction 0.3 --lr 0.01")
     assert snapshot(tmp_path)["WINDOWS_RUN"] == 2 * 8 + 3 * 4
     assert "was trained on another text, or another split" in done.stdout
+    assert "initial_lr is 0.003 as in mingpt.pt, not 0.01 as here" in done.stdout
 
 
 @pytest.mark.waits
@@ -219,7 +238,8 @@ def test_sixteen_bits(gpt, tmp_path, precision):
         assert 0 < differences.abs().max() < 0.01
 
 
-def test_sample(gpt, tmp_path):
+@pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern"])
+def test_sample(gpt, tmp_path, model):
     """Of the model that the snapshot names."""
 
     def write(prompt):
@@ -227,7 +247,7 @@ def test_sample(gpt, tmp_path):
         words += ["--prompt", prompt]
         return Program(words, tmp_path, PYTHONPATH=ROOT).finish()
 
-    gpt(tmp_path, f"{SHORT} --model mingpt.modern")
+    gpt(tmp_path, f"{SHORT} --model {model}")
     done = write("The ")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The ")
