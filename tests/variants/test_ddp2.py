@@ -2,7 +2,6 @@
 
 import math
 import re
-import socket
 import types
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.helpers.checks import import_script, stack
-from tests.helpers.own_disks import launch_on_own_disks
+from tests.helpers.own_disks import free_port, launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.models import float64
 from tools.run.launch import command, environment, objects_of, plant
@@ -109,10 +108,9 @@ def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
 @pytest.mark.waits
 def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
     """Two, each with a torchrun of its own."""
-    with socket.create_server(("localhost", 0)) as server:
-        _, port = server.getsockname()
     start, _, *rest = command(NAME, 1, 1)
-    start = [start, "--nnodes=2", "--master-addr=localhost", f"--master-port={port}"]
+    port = f"--master-port={free_port()}"
+    start = [start, "--nnodes=2", "--master-addr=localhost", port]
     how = {"hooks": [print_group], **environment(NAME, {})}
     machines = []
     for machine in range(2):
