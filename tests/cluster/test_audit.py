@@ -215,6 +215,7 @@ def test_typed(tmp_path, monkeypatch):
         "MISTAKE 1: all epochs have the same order of samples",
         "AUDIT: 1 mistake, 0 risks, 0 costs; ",
         ". 8 steps on 2 ranks; your command exited with 0.",
+        "could still be wrong:\n  all ranks have the same data set (needs two epochs",
         "\n  the process group is destroyed at the end\n",
     ):
         assert line in done.stdout

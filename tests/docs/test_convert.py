@@ -72,6 +72,18 @@ def test_two_processes_save_what_one_saves(tmp_path):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
 
 
+def test_a_kill_while_step2_writes_leaves_the_old_snapshot(tmp_path):
+    write = "torch.save(snapshot, file)"
+    kill = """if snapshot["EPOCHS_RUN"] == 2:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), 9)
+        """
+    script = plant(STEP2, tmp_path, (write, kill + write))
+    assert run_script(script, cwd=tmp_path).returncode == -9
+    assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == 1
+
+
 @pytest.mark.waits
 def test_a_batch_sampler_is_shared_out(tmp_path):
     """The lines of the page: the weights of the script without a batch sampler.

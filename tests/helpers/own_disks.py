@@ -3,6 +3,10 @@
 Its own exit status would hide theirs.
 """
 
+import contextlib
+import random
+import socket
+
 import torch
 
 from tools.run.launch import environment
@@ -30,3 +34,11 @@ def launch_on_own_disks(script, *arguments, cwd, nprocs=2, hooks=(), **env):
         words = ["python", ROOT / script, *arguments]
         ranks.append(Program(words, folder, hooks=hooks, **its_own))
     return [rank.finish() for rank in ranks]
+
+
+def free_port():
+    """A port that is free, and that no process is given when it asks for any."""
+    while True:
+        number = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("", number)):
+            return number

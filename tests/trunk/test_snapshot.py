@@ -13,17 +13,13 @@ import torch
 
 import utils
 from tests.helpers.checks import noted
+from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.models import large_model
 from tests.hooks.notes import note_device, note_memory
 from tools.run.launch import DISTRIBUTED, command, launch, train
 from tools.run.processes import Program, wait_until
 from tools.run.results import load, same_bits
-
-
-def exit_status(pid):
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 @pytest.mark.parametrize("moment", ["save", "fsync", "replace"])
@@ -40,11 +36,14 @@ def test_killed_while_writing(tmp_path, moment):
                 file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        module = torch if moment == "save" else os
-        setattr(module, moment, die)
-        utils.save_atomically({"n": torch.ones(3)}, path)
-        os._exit(0)
-    assert exit_status(pid) == -signal.SIGKILL
+        try:
+            module = torch if moment == "save" else os
+            setattr(module, moment, die)
+            utils.save_atomically({"n": torch.ones(3)}, path)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert load(path)["n"].tolist() == [0, 0, 0]
     assert len(os.listdir(tmp_path)) == 2
 
@@ -140,6 +139,7 @@ def test_weights_that_are_nan_are_not_saved(tmp_path, name):
     assert snapshot["MODEL_STATE"]["weight"].isfinite().all()
 
 
+@in_a_fork
 def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
     """The write ends with an error where no more than 64 KiB may be written.
 
@@ -149,17 +149,10 @@ def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
 
     path = str(tmp_path / "snapshot.pt")
     utils.save_atomically({"n": torch.ones(3)}, path)
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # which would end it
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-        try:
-            utils.save_atomically({"n": torch.zeros(1_000_000)}, path)
-        except OSError as error:
-            known = f"{path} is not written"
-            os._exit(3 if known in str(error) else 4)
-        os._exit(0)
-    assert exit_status(pid) == 3
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # which would end it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    with pytest.raises(OSError, match=f"{path} is not written"):
+        utils.save_atomically({"n": torch.zeros(1_000_000)}, path)
     assert load(path)["n"].tolist() == [1, 1, 1]
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 

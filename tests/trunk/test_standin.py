@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.helpers.checks import noted
+from tests.helpers.own_disks import free_port
 from tests.hooks.accelerators import note_standin
 from tools.run.launch import DISTRIBUTED, batch_size, launch, run_script, train
 from tools.run.processes import Program
@@ -65,7 +66,7 @@ def test_the_group_is_on_the_ranks_device(tmp_path):
 def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
     words = "python -m variants.multinode_spawn 2 1 --nodes 2 --nprocs 2"
-    words = [*words.split(), "--master-port", 29517, "--nr"]
+    words = [*words.split(), "--master-port", free_port(), "--nr"]
     env = {"STANDIN_DEVICES": 4, **ON_PATH}
     forks = []
     for machine in range(2):

@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.helpers.checks import import_script, stack
-from tests.helpers.own_disks import launch_on_own_disks
+from tests.helpers.own_disks import free_port, launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.models import float64
-from tools.run.launch import objects_of, plant
+from tools.run.launch import command, environment, objects_of, plant
+from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 
 NAME = "variants/ddp2.py"
@@ -102,6 +103,21 @@ def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     for rank in range(4):
         group = [0, 1] if rank < 2 else [2, 3]
         assert f"group {group} waits 300 s" in printed[rank]
+
+
+@pytest.mark.waits
+def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
+    """Two, each with a torchrun of its own."""
+    start, _, *rest = command(NAME, 1, 1)
+    port = f"--master-port={free_port()}"
+    start = [start, "--nnodes=2", "--master-addr=localhost", port]
+    how = {"hooks": [print_group], **environment(NAME, {})}
+    machines = []
+    for machine in range(2):
+        words = [*start, f"--node-rank={machine}", *rest]
+        machines.append(Program(words, tmp_path, **how))
+    for machine, group in zip(machines, ([0, 1], [2, 3]), strict=True):
+        assert machine.finish().stdout.count(f"group {group} ") == 2
 
 
 @pytest.mark.waits

@@ -4,10 +4,7 @@ Most machines here are processes of one host. Those of the last test have a name
 address and a disk of their own.
 """
 
-import contextlib
 import json
-import random
-import socket
 import sys
 from datetime import timedelta
 
@@ -16,6 +13,7 @@ import pytest
 import utils
 from tests.conftest import needs_hosts
 from tests.helpers.checks import assert_same_weights, import_script
+from tests.helpers.own_disks import free_port
 from tests.hooks import replace
 from tests.hooks.notes import note_device, note_store
 from tests.hooks.timing import slow_steps
@@ -32,11 +30,7 @@ ERROR = "multinode_spawn.py: error: "
 
 @pytest.fixture
 def port():
-    """A port that is free, and that no process is given when it asks for any."""
-    while True:
-        number = random.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("", number)):
-            return number
+    return free_port()
 
 
 def typed_on(nr, total=5, gpus=1):

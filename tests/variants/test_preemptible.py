@@ -18,7 +18,7 @@ from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
 from tools.run.launch import launch, train
 from tools.run.processes import left_over
-from tools.run.results import load, same_bits
+from tools.run.results import load, losses, same_bits
 
 NAME = "variants/preemptible.py"
 RESUMED = "{} of {} epochs are finished in {}\n{} samples of the next epoch are trained"
@@ -49,7 +49,7 @@ def send_sigterm_at(epochs_run, samples_run, rank):
 
 
 def launch_preempted(*arguments, hooks, end, cwd, nprocs=2):
-    """A run that must end by being preempted, with this `position`."""
+    """A run that must end by being preempted, with this `position`: its losses."""
 
     def ask_in_each_step(script):
         script["Trainer"].ask_every = 1
@@ -60,6 +60,7 @@ def launch_preempted(*arguments, hooks, end, cwd, nprocs=2):
     assert [rank.returncode for rank in done] == [os.EX_TEMPFAIL] * nprocs, done
     (cwd / "snapshot.pt.preempted").unlink()
     assert position(path) == end
+    return losses(done[0])
 
 
 @pytest.mark.waits
@@ -135,7 +136,8 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(tmp_path):
         in_front(script, lambda features: torch.nn.Dropout(0.1))
 
     whole = tmp_path / "whole"
-    train(NAME, 5, 2, cwd=whole, hooks=[dropout])
+    expected = losses(train(NAME, 5, 2, cwd=whole, hooks=[dropout]))
+    found = []
     stops = [
         ((0, 320, 1), (0, 384)),
         ((0, 384, 0), (0, 448)),
@@ -145,12 +147,16 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(tmp_path):
     ]
     for place, end in stops:
         hooks = [dropout, send_sigterm_at(*place)]
-        launch_preempted(5, 2, hooks=hooks, end=end, cwd=tmp_path)
+        found += launch_preempted(5, 2, hooks=hooks, end=end, cwd=tmp_path)
     # Told while it evaluates for the last time, it ends as if it had not been told.
-    train(NAME, 5, 2, cwd=tmp_path, hooks=[dropout, send_sigterm_at(4, 2048, 0)])
+    hooks = [dropout, send_sigterm_at(4, 2048, 0)]
+    found += losses(train(NAME, 5, 2, cwd=tmp_path, hooks=hooks))
     assert not (tmp_path / "snapshot.pt.preempted").exists()
     resumed = load(tmp_path / "snapshot.pt")
     assert same_bits(resumed, load(whole / "snapshot.pt"))
+    held_out = [loss for _, loss in found]
+    assert held_out == [loss for _, loss in expected]
+    assert found[1:4] == expected[1:4], "the train losses, too"
 
 
 def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):

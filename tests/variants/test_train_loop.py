@@ -18,10 +18,11 @@ from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
     import_script,
+    noted,
     stack,
 )
 from tests.helpers.forked import in_a_fork
-from tests.hooks import replace
+from tests.hooks import replace, write
 from tools.run import slurm_cluster
 from tools.run.launch import plant, train
 from tools.run.processes import Program
@@ -108,6 +109,17 @@ def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode):
     assert 0.01 < float(test_loss) < 0.1
 
 
+class CountsSteps(train_loop.Callback):
+    every_rank = True
+
+    def on_train_start(self, loop):
+        self.steps = []
+        loop.optimizer.register_step_post_hook(lambda *_: self.steps.append(1))
+
+    def on_train_end(self, loop):
+        write("steps", len(self.steps))
+
+
 def test_the_trained_model_comes_back(tmp_path):
     """Its own object, tied to its optimizer, and the rest of what `fit` has found.
 
@@ -117,7 +129,10 @@ def test_the_trained_model_comes_back(tmp_path):
     def main(script):
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
         best = script["BestCheckpoints"]()
-        options = {"gpu_mode": "ddp", "callbacks": [best], "snapshot_path": SNAPSHOT}
+        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
+        # From this file as the new processes import it.
+        counts = import_script("tests/variants/test_train_loop.py").CountsSteps()
+        options["callbacks"] = [best, counts]
         loop = make_loop(script, model, **options)
         loop.test_loader = loop.val_loader
         loop.fit(2)
@@ -138,6 +153,7 @@ def test_the_trained_model_comes_back(tmp_path):
         assert Path(path).exists()
 
     finish(start(main, tmp_path))
+    assert noted(tmp_path, "steps") == [2 * 32, 2 * 32], "of the second call"
 
 
 AS_VARIANT = {
