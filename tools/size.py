@@ -58,8 +58,8 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 164_600,
-    "tests/": 71_900,
+    "all Python": 165_310,
+    "tests/": 72_610,
     "tools/": 27_500,
     "variants/multinode_spawn.py": 69,
 }
