@@ -176,10 +176,14 @@ def test_too_few_steps_for_a_profile(tmp_path):
     assert done.stdout.splitlines()[-1] == "no profile: it takes 12 steps"
 
 
-def test_without_trace_no_file_is_written(runs):
-    folder, done = runs(NAME)
+def test_the_first_step_can_be_measured(tmp_path):
+    numbers = {"WAIT": (5, 0), "WARM_UP": (2, 0), "ACTIVE": (5, 1)}
+    changes = [FEW]
+    for name, (old, new) in numbers.items():
+        changes.append((f"{name} = {old}", f"{name} = {new}"))
+    done = train(NAME, 1, 1, cwd=tmp_path, changes=changes)
     assert done.stdout.splitlines()[-1].startswith("step ")
-    assert not list(folder.glob("*.json"))
+    assert not list(tmp_path.glob("*.json")), "they are for --trace"
 
 
 def test_help_and_a_folder_that_is_not_there(tmp_path):
