@@ -91,7 +91,7 @@ def prepare(rank):
     torch.set_num_threads(1)
     torch.manual_seed = torch.default_generator.manual_seed  # the CPU's alone
     os.fsync = lambda file: None
-    shutil.rmtree = lambda folder: None  # sharded_snapshot.py would remove epoch 1
+    shutil.rmtree = lambda *_, **__: None  # sharded_snapshot.py would remove epoch 1
     gc.freeze()
     gc.collect = lambda: 0
 
