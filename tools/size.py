@@ -58,9 +58,9 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 165_310,
-    "tests/": 72_610,
-    "tools/": 27_500,
+    "all Python": 165_450,
+    "tests/": 72_740,
+    "tools/": 27_510,
     "variants/multinode_spawn.py": 69,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
