@@ -58,8 +58,8 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 165_450,
-    "tests/": 72_740,
+    "all Python": 165_500,
+    "tests/": 72_800,
     "tools/": 27_510,
     "variants/multinode_spawn.py": 69,
 }
