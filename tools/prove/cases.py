@@ -59,16 +59,23 @@ class Ranks:
         self.calls = 0
 
     def meet(self):
-        """In a new process group."""
-        leave()
-        self.calls += 1
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"group {self.calls}", self.store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=60),
-        )
+        """In a new process group; gloo fails to connect one of some hundred."""
+        while True:
+            leave()
+            self.calls += 1
+            fault = None
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore(f"group {self.calls}", self.store),
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=timedelta(seconds=60),
+                )
+            except RuntimeError as error:
+                fault = str(error)
+            if not any(self.exchange(fault)):
+                return
 
     def exchange(self, mine):
         """What each rank has given."""
