@@ -48,7 +48,7 @@ LONG = {  # ideas that take more lines, and why
     "variants/diloco.py": 80,  # a second optimizer, and its state
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
-    "variants/sharded_snapshot.py": 73,  # when parts are complete, and whose
+    "variants/sharded_snapshot.py": 72,  # when parts are complete, and whose
     "variants/tensor_parallel.py": 81,  # a plan, and replicas of several ranks
 }
 WORDS = 52_000
@@ -58,9 +58,9 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 165_500,
+    "all Python": 165_530,
     "tests/": 72_800,
-    "tools/": 27_510,
+    "tools/": 27_540,
     "variants/multinode_spawn.py": 69,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]

@@ -92,7 +92,6 @@ class Trainer:
         self.epochs_run = 0
         self.cpu_group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         self.saving = None
-        self.folders = []  # complete ones, to be deleted after the next save
         self._load_snapshot()
         self._load_parts()
 
@@ -185,7 +184,7 @@ class Trainer:
                 utils.error(f"not every rank can see {self.next_folder}")
             if dist.get_rank() == 0:
                 for folder in self.folders:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.rmtree(folder)
             self.folders = [self.next_folder]
             self._print(f"saved to {self.next_folder}")
 
@@ -208,7 +207,7 @@ class Trainer:
 
     def _load_parts(self):
         folders = utils.gather(complete_folders(self.snapshot_path))[0]  # rank 0's
-        self.folders = [folder for _, folder in folders]
+        self.folders = [folder for _, folder in folders]  # to delete after a save
         epochs, newest = max(folders, default=(0, None))
         if epochs > self.epochs_run:
             parts = self._parts()  # DCP loads into tensors that are there
