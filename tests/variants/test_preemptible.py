@@ -160,7 +160,7 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(tmp_path):
 def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):
     """The rank that is told goes on, too: it says so before the next step.
 
-    They ask in a group on the CPU, where no wait is longer than five minutes.
+    They ask, and wait for the save, in a group on the CPU, five minutes at most.
     """
 
     def tell_late(script):
@@ -177,8 +177,13 @@ def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):
             assert options == {"timeout": timedelta(minutes=5), "backend": "gloo"}
             return inner(**options)
 
+        def barrier(inner, group):
+            assert dist.get_backend(group) == "gloo"
+            inner(group)
+
         replace(dist, "all_reduce", all_reduce)
         replace(dist, "new_group", new_group)
+        replace(dist, "barrier", barrier)
 
     launch_preempted(5, 5, hooks=[tell_late], end=(0, 5 * 64), cwd=tmp_path)
 
