@@ -58,8 +58,8 @@ README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
     "utils.py": 2_568,
-    "all Python": 165_550,
-    "tests/": 72_820,
+    "all Python": 165_530,
+    "tests/": 72_800,
     "tools/": 27_540,
     "variants/multinode_spawn.py": 69,
 }

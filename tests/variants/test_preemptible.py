@@ -55,8 +55,9 @@ def launch_preempted(*arguments, hooks, end, cwd, nprocs=2):
         script["Trainer"].ask_every = 1
 
     path = cwd / "snapshot.pt"
-    how = {"cwd": cwd, "nprocs": nprocs, "hooks": [ask_in_each_step, *hooks]}
-    done = launch_on_own_disks(NAME, *arguments, "--snapshot-path", path, **how)
+    hooks = [ask_in_each_step, *hooks]
+    words = [*arguments, "--snapshot-path", path]
+    done = launch_on_own_disks(NAME, *words, cwd=cwd, nprocs=nprocs, hooks=hooks)
     assert [rank.returncode for rank in done] == [os.EX_TEMPFAIL] * nprocs, done
     (cwd / "snapshot.pt.preempted").unlink()
     assert position(path) == end
@@ -70,9 +71,17 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     A fork server, from which they come in Python 3.14, would die.
     """
     options = "num_workers=2, multiprocessing_context='fork', worker_init_fn="
-    how = {"changes": [("worker_init_fn=", options)], "hooks": [in_step_80]}
-    env = {"MARK": tmp_path, "IN_STEP_80": "sigterm_to_launcher"}
-    done = launch(NAME, 5, 2, cwd=tmp_path, real="signals", **how, **env)
+    done = launch(
+        NAME,
+        5,
+        2,
+        cwd=tmp_path,
+        real="signals",
+        changes=[("worker_init_fn=", options)],
+        hooks=[in_step_80],
+        MARK=tmp_path,
+        IN_STEP_80="sigterm_to_launcher",
+    )
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(tmp_path)
@@ -116,8 +125,13 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     script = plant(NAME, tmp_path / "copy", hooks=[slow_save, in_step_80])
     _, *arguments = command(script, 5, 5)  # of torchrun
     words = ["python", ROOT / "tests/helpers/impatient_torchrun.py", *arguments]
-    env = {"PYTHONPATH": tmp_path / "copy", "IN_STEP_80": "sigterm"}
-    done = Program(words, tmp_path, real=True, **env).finish()
+    done = Program(
+        words,
+        tmp_path,
+        real=True,
+        PYTHONPATH=tmp_path / "copy",
+        IN_STEP_80="sigterm",
+    ).finish()
     assert "preempted after 1280 samples of the epoch" in done.stdout
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert position(tmp_path / "snapshot.pt") == (2, 1280)
@@ -191,10 +205,12 @@ def test_told_just_after_the_ranks_agreed_to_go_on(tmp_path):
 @pytest.mark.waits
 def test_the_rest_of_an_epoch_on_more_processes_or_fewer(runs, tmp_path):
     """2 x 32, 4 x 16, 1 x 64: the model of one process."""
-    two = {"nprocs": 2, "hooks": [send_sigterm_at(2, 960, 1)], "end": (2, 1024)}
-    launch_preempted(5, 5, cwd=tmp_path, **two)
-    four = {"nprocs": 4, "hooks": [send_sigterm_at(2, 1472, 3)], "end": (2, 1536)}
-    launch_preempted(5, 5, "--batch-size", 16, cwd=tmp_path, **four)
+    hooks = [send_sigterm_at(2, 960, 1)]
+    launch_preempted(5, 5, hooks=hooks, end=(2, 1024), cwd=tmp_path)
+    hooks = [send_sigterm_at(2, 1472, 3)]
+    launch_preempted(
+        5, 5, "--batch-size", 16, hooks=hooks, end=(2, 1536), cwd=tmp_path, nprocs=4
+    )
     train(NAME, 5, 5, "--batch-size", 64, cwd=tmp_path, nprocs=1)
     alone, _ = runs("single_gpu.py")
     assert_same_weights(tmp_path / "snapshot.pt", alone / "snapshot.pt")
