@@ -191,6 +191,7 @@ def note_at_end(script):
     def train(inner, self):
         inner(self)
         held = {}
+        gc.collect()
         for tensor in gc.get_objects():
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
