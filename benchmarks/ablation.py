@@ -9,19 +9,17 @@ trained as long as model.py: for as many tokens, and for as much time.
 """
 
 import csv
-import multiprocessing
+import functools
 import statistics
 import time
 import types
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import report
-from mingpt import batches, data, options, train
+from mingpt import data, options, train
 from mingpt.strategy import Strategy
 from tools.diffs import hunks
 from tools.scripts import read_lines
@@ -40,8 +38,7 @@ CHANGES = {  # the headings of docs/modern_gpt.md that change what is computed
 SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
 BATCH = 12
 STEPS = 300  # about half a pass over the text
-WEIGHT_DECAY = 0.1  # as all else, mingpt.train's default
-OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off"]
+OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off", f"--batch-size={BATCH}"]
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
@@ -53,10 +50,12 @@ RESULTS = Path(__file__).with_suffix(".csv")
 
 
 class Run(NamedTuple):
+    kind: str  # "rate", to choose the learning rate, or at equal "tokens" or "time"
     variant: str
     seed: int
     lr: float
     steps: int
+    loss: float
 
 
 def model_with(numbers):
@@ -71,6 +70,7 @@ def model_with(numbers):
     return "\n".join([*lines, *before[done:]]) + "\n"
 
 
+@functools.cache
 def variants():
     """{variant: the text of its module}: both ends, one in, one out."""
     explained = pages.explanations([pages.parse("docs/modern_gpt.md")])[OLD, NEW]
@@ -86,10 +86,10 @@ def variants():
     return found
 
 
-def load(name, text):
+def load(variant):
     """The module of a variant."""
-    module = types.ModuleType(name)
-    exec(compile(text, name, "exec"), module.__dict__)
+    module = types.ModuleType(variant)
+    exec(compile(variants()[variant], variant, "exec"), module.__dict__)
     return module
 
 
@@ -105,32 +105,27 @@ def tuned(variant):
 class Training(train.Trainer):
     """mingpt's Trainer for a variant, in one process. It prints and saves nothing."""
 
-    def __init__(self, text, run, corpus):
-        device = torch.device("cpu")
-        block = SIZE["block_size"]
-        torch.set_num_threads(1)
-        if not dist.is_initialized():
-            train.ddp_setup(device)
-        torch.manual_seed(run.seed)
-        module = load(run.variant, text)
-        model = module.GPT(module.GPTConfig(vocab_size=corpus.vocab_size, **SIZE))
-        optimizer = module.make_optimizer(model, run.lr, WEIGHT_DECAY)
-        # The same batches for each variant, so that runs of one seed are pairs.
-        sampler = batches.StepSampler(len(corpus.train), block, BATCH, run.seed)
-        windows = batches.eval_starts(len(corpus.val), block, 64)
-        prepare = train.prepare_dataloader
-        words = [*OPTIONS, f"--steps={run.steps}", f"--eval-every={run.steps}"]
+    def __init__(self, variant, corpus, seed, lr, steps):
+        words = [f"--seed={seed}", f"--lr={lr}", f"--steps={steps}"]
+        words += [f"--eval-every={steps}", *OPTIONS]
         args = options.make_parser(__doc__).parse_args(words)
+        configuration = options.resolve(args)
+        torch.manual_seed(seed)
+        module = load(variant)
+        model = module.GPT(module.GPTConfig(vocab_size=corpus.vocab_size, **SIZE))
+        # The same batches for each variant, so that runs of one seed are pairs.
+        train_data, eval_data = train.load_batches(
+            configuration, corpus, SIZE["block_size"], replica_size=1
+        )
         super().__init__(
-            configuration=options.resolve(args),
+            configuration=configuration,
             corpus=corpus,
             model=model,
-            optimizer=optimizer,
+            optimizer=module.make_optimizer(model, lr, configuration.weight_decay),
             strategy=Strategy(),
-            train_data=prepare(corpus.train, block, BATCH, sampler, device),
-            eval_data=prepare(corpus.val, block, 64, windows, device),
+            train_data=train_data,
+            eval_data=eval_data,
         )
-        self.batches = iter(self.train_data)
 
     def _load_snapshot(self):
         pass
@@ -138,101 +133,75 @@ class Training(train.Trainer):
     def _print(self, text):
         pass
 
-    def step(self):
-        """Make a step alone. Returns its seconds on the processor."""
-        batch = next(self.batches)
+
+def step_of(variant, corpus):
+    """The function that makes a step alone. It returns its seconds on the processor."""
+    training = Training(variant, corpus, seed=0, lr=1e-3, steps=2 * ROUNDS)
+    batches = iter(training.train_data)
+
+    def step():
+        batch = next(batches)
         start = time.thread_time()
-        self._run_batch(*batch)
-        self.steps_run += 1
+        training._run_batch(*batch)
+        training.steps_run += 1
         return time.thread_time() - start
 
-
-def measure(text, run):
-    """Train a variant. Returns its validation loss."""
-    training = Training(text, run, data.prepare())
-    training._run_steps()
-    return training._evaluate()["val loss"]
+    return step
 
 
-def step_times(texts):
-    """{variant: median seconds of a step}. In each round, each makes one step."""
+def measure():
+    """Make all runs, one after the other, and write them to RESULTS."""
+    torch.set_num_threads(1)
+    train.ddp_setup(torch.device("cpu"))
     corpus = data.prepare()
-    steps = {}
-    for variant, text in texts.items():
-        run = Run(variant, seed=0, lr=1e-3, steps=2 * ROUNDS)
-        steps[variant] = Training(text, run, corpus).step
+    runs = []
+
+    def add(kind, variant, *how):
+        training = Training(variant, corpus, *how)
+        training._run_steps()
+        runs.append(Run(kind, variant, *how, training._evaluate()["val loss"]))
+        print(runs[-1], flush=True)
+
+    for variant in dict.fromkeys(map(tuned, variants())):
+        for lr in RATES:
+            add("rate", variant, RATE_SEED, lr, STEPS)
+    steps = {variant: step_of(variant, corpus) for variant in variants()}
     turns = report.take_turns(steps, ROUNDS, warm_up=5)
-    return {variant: statistics.median(seconds) for variant, seconds in turns.items()}
+    seconds = {variant: statistics.median(turns[variant]) for variant in turns}
+    for variant in variants():
+        lr = best_rate(runs, variant)
+        as_long = round(STEPS * seconds["model.py"] / seconds[variant])
+        for seed in SEEDS:
+            add("tokens", variant, seed, lr, STEPS)
+            add("time", variant, seed, lr, as_long)
+    with RESULTS.open("w") as file:
+        file.writelines(f"# {line}\n" for line in report.setting("torch"))
+        csv.writer(file, lineterminator="\n").writerows([Run._fields, *runs])
 
 
-class Results:
-    """{Run: its loss}, {variant: seconds of a step}, and on what they were measured."""
-
-    def __init__(self):
-        self.loss = {}
-        self.step_seconds = {}
-        self.setting = report.setting("torch")
-
-    def read(self):
-        lines = RESULTS.read_text().splitlines()
-        comments = [line for line in lines if line.startswith("# ")]
-        self.setting = [line.removeprefix("# ") for line in comments]
-        rows = lines[len(comments) + 1 :]  # below the names of the columns
-        for variant, seed, lr, steps, loss, seconds in csv.reader(rows):
-            if seed:
-                run = Run(variant, int(seed), float(lr), int(steps))
-                self.loss[run] = float(loss)
-            else:
-                self.step_seconds[variant] = float(seconds)
-
-    def write(self):
-        rows = [(*run, f"{loss:.6f}", "") for run, loss in self.loss.items()]
-        for variant, seconds in self.step_seconds.items():
-            rows.append((variant, "", "", ROUNDS, "", f"{seconds:.6f}"))
-        with RESULTS.open("w") as file:
-            file.writelines(f"# {line}\n" for line in self.setting)
-            file.write("variant,seed,lr,steps,loss,seconds\n")
-            csv.writer(file, lineterminator="\n").writerows(rows)
-
-    def rate(self, variant):
-        """The learning rate with the lowest loss of the variant `tuned`."""
-        best = min(self.plan("rate", [variant]), key=lambda run: self.loss[run])
-        return best.lr
-
-    def steps(self, kind, variant):
-        """The steps of a run: as many as STEPS of model.py take, if time is equal."""
-        if kind != "time":
-            return STEPS
-        seconds = self.step_seconds
-        return round(STEPS * (seconds["model.py"] / seconds[variant]))
-
-    def plan(self, kind, names):
-        """The runs that choose the "rate", or those at equal "tokens" or "time"."""
-        if kind == "rate":
-            ends = dict.fromkeys(map(tuned, names))
-            return [Run(end, RATE_SEED, lr, STEPS) for end in ends for lr in RATES]
-        how = {name: (self.rate(name), self.steps(kind, name)) for name in names}
-        return [Run(name, seed, *how[name]) for seed in SEEDS for name in names]
-
-    def losses(self, kind, name):
-        return [self.loss[run] for run in self.plan(kind, [name])]
+def read():
+    """(the lines about the machine, all runs) of RESULTS."""
+    machine, versions, _, *rows = RESULTS.read_text().splitlines()
+    runs = []
+    for kind, variant, seed, lr, steps, loss in csv.reader(rows):
+        run = Run(kind, variant, int(seed), float(lr), int(steps), float(loss))
+        runs.append(run)
+    return [machine.removeprefix("# "), versions.removeprefix("# ")], runs
 
 
-def fill(results, kind, texts):
-    """Make the runs of a kind, but for those that another kind has, too."""
-    todo = [run for run in results.plan(kind, texts) if run not in results.loss]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=context) as pool:
-        waiting = {pool.submit(measure, texts[run.variant], run): run for run in todo}
-        for number, future in enumerate(as_completed(waiting), 1):
-            run = waiting[future]
-            results.loss[run] = future.result()
-            print(f"{number}/{len(todo)} {kind}: {run}", flush=True)
+def select(runs, kind, variant):
+    return [run for run in runs if run.kind == kind and run.variant == variant]
 
 
-def difference(values, others):
-    """The mean over seeds of value - other, its standard error, and a verdict."""
-    apart = [value - other for value, other in zip(values, others, strict=True)]
+def best_rate(runs, variant):
+    """The learning rate with the lowest loss of the variant `tuned`."""
+    tried = select(runs, "rate", tuned(variant))
+    return min(tried, key=lambda run: run.loss).lr
+
+
+def difference(runs, others):
+    """The mean over seeds of loss - other's, its standard error, and a verdict."""
+    apart = [run.loss - other.loss for run, other in zip(runs, others, strict=True)]
     mean = statistics.mean(apart)
     error = statistics.stdev(apart) / len(apart) ** 0.5
     verdict = "unclear"
@@ -241,63 +210,49 @@ def difference(values, others):
     return f"{mean:+.4f} ± {error:.4f} {verdict}"
 
 
-def print_table(results):
-    rate = results.rate
-    layers = SIZE["n_layer"]
-    heads = SIZE["n_head"]
-    width = SIZE["n_embd"]
-    block = SIZE["block_size"]
-    print("command   python -m benchmarks.ablation", *results.setting, sep="\n")
+def print_table(setting, runs):
+    print("command   python -m benchmarks.ablation", *setting, sep="\n")
     print(
         f"""\
-plan      {layers} layers, {heads} heads, {width} wide, {block} tokens, batch {BATCH},
+plan      {SIZE["n_layer"]} layers, {SIZE["n_head"]} heads, {SIZE["n_embd"]} wide,\
+ {SIZE["block_size"]} tokens, batch {BATCH},
           characters of python-docs, float32, one thread
 loss      on the whole validation text, in nats for a character:
           mean of {len(SEEDS)} seeds (standard deviation)
 compared  mean difference of the runs with equal seeds ± standard error;
           unclear if chance makes such a difference 1 time in 100 or more
 lr        the best of {", ".join(map(str, RATES))} for another seed:
-          {rate("model.py")} AdamW, {rate("one in: Muon")} Muon in model.py
-          {rate("one out: Muon")} AdamW, {rate("modern.py")} Muon in modern.py"""
+          {best_rate(runs, "model.py")} AdamW,\
+ {best_rate(runs, "one in: Muon")} Muon in model.py
+          {best_rate(runs, "one out: Muon")} AdamW,\
+ {best_rate(runs, "modern.py")} Muon in modern.py"""
     )
-    print(f"\nat equal tokens: {STEPS} steps of {BATCH * block} tokens")
-    print_half(results, "tokens")
+    print(f"\nat equal tokens: {STEPS} steps of {BATCH * SIZE['block_size']} tokens")
+    print_half(runs, "tokens")
     print(f"\nat equal time: the steps that fit into the time of {STEPS}")
-    print_half(results, "time")
+    print_half(runs, "time")
 
 
-def print_half(results, kind):
+def print_half(runs, kind):
     print(f"{'':26}{'steps':>6}  {'loss':16} compared with")
     for end, place in (("model.py", "one in"), ("modern.py", "one out")):
         names = [f"{place}: {change}" for change in CHANGES.values()]
         for name in [end, *names]:
-            losses = results.losses(kind, name)
+            found = select(runs, kind, name)
+            losses = [run.loss for run in found]
             mean = statistics.mean(losses)
-            deviation = statistics.stdev(losses)
-            line = f"{name:26}{results.steps(kind, name):6}"
-            line += f"  {mean:.4f} ({deviation:.4f})"
+            line = f"{name:26}{found[0].steps:6}"
+            line += f"  {mean:.4f} ({statistics.stdev(losses):.4f})"
             if name != "model.py":
                 other = end if name != end else "model.py"
-                against = results.losses(kind, other)
-                line += f"  {other:9} {difference(losses, against)}"
+                against = difference(found, select(runs, kind, other))
+                line += f"  {other:9} {against}"
             print(line)
-
-
-def main(args):
-    results = Results()
-    if args.measure:
-        texts = variants()
-        fill(results, "rate", texts)
-        fill(results, "tokens", texts)
-        results.step_seconds = step_times(texts)
-        fill(results, "time", texts)
-        results.write()
-    else:
-        results.read()
-    print_table(results)
 
 
 if __name__ == "__main__":
     parser = report.make_parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="measure anew")
-    main(parser.parse_args())
+    if parser.parse_args().measure:
+        measure()
+    print_table(*read())

@@ -3,7 +3,6 @@
 test_model.py shows of both models what both must do.
 """
 
-import functools
 import re
 
 import pytest
@@ -21,7 +20,6 @@ from tests.helpers.gpt_checks import (
     with_large_weights,
 )
 
-variants = functools.cache(ablation.variants)
 MARKS = {  # what the text of a module has if a change is in it
     "rotary positions": "def rotary(",
     "RMSNorm": "nn.RMSNorm(",
@@ -38,13 +36,13 @@ MARKS = {  # what the text of a module has if a change is in it
 @pytest.mark.parametrize("change", MARKS)
 def test_each_change_works_alone_and_the_others_without_it(change, which):
     variant = f"{which}: {change}"
-    text = variants()[variant]
-    made = ablation.load(variant, text)
+    made = ablation.load(variant)
     model = with_large_weights(build(made, checkpoint=True))
     check_causal(model)
     check_cache(model)
     check_learns(made)
 
+    text = ablation.variants()[variant]
     found = {name for name, mark in MARKS.items() if mark in text}
     expected = {change} if which == "one in" else MARKS.keys() - {change}
     assert found == expected
@@ -151,7 +149,7 @@ def copies(model):
 
 @pytest.mark.waits
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    made = ablation.load("one in: Muon", variants()["one in: Muon"])  # it has biases
+    made = ablation.load("one in: Muon")  # it has biases
     model = build(made)
     optimizer = made.make_optimizer(model, lr=1e-3, weight_decay=0.2)
     names = {weight: name for name, weight in model.named_parameters()}
