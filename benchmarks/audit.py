@@ -6,7 +6,6 @@ Each turn starts a command anew, and its whole time counts, from the start of Py
 the report. The watched side is told `--batches 50`; no epoch here has more batches.
 """
 
-import shutil
 import tempfile
 import time
 
@@ -28,12 +27,11 @@ AUDIT = ["python", "-m", "cluster.audit", "--batches", 50]
 
 def seconds(*words):
     """The time of a command in an empty folder."""
-    folder = tempfile.mkdtemp()
-    began = time.monotonic()
-    done = Program(words, folder, real=True, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
-    result = done.finish(timeout_s=1800)
-    took_s = time.monotonic() - began
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        done = Program(words, folder, real=True, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
+        result = done.finish(timeout_s=1800)
+        took_s = time.monotonic() - began
     assert result.returncode == 0, result.stdout + result.stderr
     return took_s
 

@@ -17,18 +17,17 @@ import math
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import namedtuple
-from pathlib import Path
 
 import torch
 
 from benchmarks import report, variants
+from benchmarks.measured_epoch import sent_by_cards
 from mingpt import options, train
 from tools.cli import error
 from tools.run.hosts import Hosts
-from tools.run.processes import Program
+from tools.run.processes import Program, temporary_folder
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 
@@ -89,9 +88,7 @@ class DiLoCo(Trainer):
 
 def clocks():
     """Seconds by the clock, those of this thread, and the bytes that were sent."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    sent = sum(int(line.partition(":")[2].split()[8]) for line in lines)
-    now = time.perf_counter(), time.thread_time(), sent
+    now = time.perf_counter(), time.thread_time(), sent_by_cards()
     return torch.tensor(now, dtype=torch.float64)
 
 
@@ -119,7 +116,7 @@ def run(hosts, *words, ranks=1):
         env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "eth0"}
         jobs = [host.start(command, **env) for host in hosts]
     else:
-        here = tempfile.gettempdir()
+        here = temporary_folder()
         jobs = [Program(command, here, real=True, merged=True, PYTHONPATH=ROOT)]
     status = [job.finish().returncode for job in jobs]
     if any(status):
@@ -144,15 +141,15 @@ def main(args):
     report.print_setting(f"{args.steps} steps of DDP, {MBIT} Mbit/s each way", "torch")
     curves = {}
     slow = {}  # {way: what its steps over the slow link took}
-    with tempfile.TemporaryDirectory() as folder, Hosts(2, folder) as hosts:
-        for way, (size, words) in WAYS.items():
-            curves[way] = run(hosts, *words, f"--steps={args.steps // size}")
-            for host in hosts:
-                host.slow(f"{MBIT}mbit")
-            few = SLOW // size
-            (slow[way],) = run(hosts, *words, f"--steps={few}", f"--eval-every={few}")
-            for host in hosts:
-                host.mend()
+    hosts = Hosts(2, temporary_folder())
+    for way, (size, words) in WAYS.items():
+        curves[way] = run(hosts, *words, f"--steps={args.steps // size}")
+        for host in hosts:
+            host.slow(f"{MBIT}mbit")
+        few = SLOW // size
+        (slow[way],) = run(hosts, *words, f"--steps={few}", f"--eval-every={few}")
+        for host in hosts:
+            host.mend()
     target = max(curves["DDP"][-1].loss, curves["DiLoCo"][-1].loss)
     heads = "val loss", "MB", "seconds", f"MB to {target:.3f}", "seconds", "DDP's / its"
     print(f"\n{'':12}", *(f"{head:>12}" for head in heads))

@@ -190,12 +190,17 @@ def sent_bytes():
         return 0
     if not networks():
         return float("nan")
+    return sent_by_cards() * len(networks()) / dist.get_world_size()
+
+
+def sent_by_cards():
+    """Bytes that the cards of this thread's network have sent."""
     _, _, *cards = Path("/proc/thread-self/net/dev").read_text().splitlines()
     total = 0
     for card in cards:
         _, _, numbers = card.partition(":")
         total += int(numbers.split()[8])  # after eight columns of what has come
-    return total * len(networks()) / dist.get_world_size()
+    return total
 
 
 def memory(key):

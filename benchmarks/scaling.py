@@ -14,10 +14,9 @@ cluster/predict.py predicts the step: from that of two ranks on one machine, the
 the model and the rate of the link. Nothing is fitted.
 """
 
-import contextlib
+import atexit
 import functools
 import statistics
-import tempfile
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from tools.cli import error
 from tools.run import launch
 from tools.run.hosts import Hosts
 from tools.run.launch import DISTRIBUTED
-from tools.run.processes import end_all
+from tools.run.processes import end_all, temporary_folder
 
 GPT = "mingpt"
 ACCUMULATION = "variants/gradient_accumulation.py"
@@ -53,12 +52,10 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
         batch = args.windows // parts
         found = measure_gpt(args.steps, batch, device, ranks)
     else:
-        networks = []
-        if rate:
-            for host in hosts:
-                host.slow(f"{rate}mbit")
-                networks.append(f"/proc/{host.pid}/ns/net")
-        edge = variants.Edge(name, folder / "edge", networks, device, ranks)
+        its_hosts = hosts if rate else []
+        for host in its_hosts:
+            host.slow(f"{rate}mbit")
+        edge = variants.Edge(name, folder / "edge", its_hosts, device, ranks)
         batch = args.batch_size // parts
         options = launch.options_of(name, ranks)
         size = launch.batch_size(name, batch * ranks, ranks)
@@ -87,15 +84,16 @@ def measure_gpt(steps, batch, device, ranks):
     }
 
 
-def median_of(key, turns):
-    return statistics.median(turn[key] for turn in turns)
+def median_of(turns):
+    """The median of their seconds."""
+    return statistics.median(turn["seconds"] for turn in turns)
 
 
 def predicted(name, here, rate):
     """Seconds of a step over a link of `rate` Mbit/s. here: turns of two ranks here."""
     pieces = PIECES.get(name, 1)
     size = 4 * here[0]["weights"]
-    compute = median_of("seconds", here) / pieces
+    compute = median_of(here) / pieces
     link = rate * 1e6 / 8 * PAYLOAD
     cluster = Cluster(
         gpus=1,
@@ -155,24 +153,23 @@ def main(args):
         "MB sent in a step": (",.2f", lambda found: found["sent"] / 1e6),
     }
     errors = []
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(end_all)
-        hosts = [] if why else stack.enter_context(Hosts(2, folder))
-        for name in args.scripts:
-            job = functools.partial(measure, name, args, folder, hosts)
-            turns = take_turns(name, job, rows, columns, args.rounds)
-            if why or name == GPT:
-                continue
-            turns = take_turns(name, job, links, columns, args.rounds)
-            if launch.shares_a_batch(name):
-                continue  # predict.py knows no tensor parallelism
-            for rate in RATES:
-                seen = median_of("seconds", turns[f"hosts, {rate}M"])
-                said = predicted(name, turns["2 devices"], rate)
-                errors.append(abs(said / seen - 1))
-                line = f"{rate:4} Mbit/s: {seen * 1e3:.0f} ms, predicted"
-                print(f"{line} {said * 1e3:.0f} ({said / seen - 1:+.0%})")
+    folder = Path(temporary_folder())
+    atexit.register(end_all)  # before the folder goes
+    hosts = [] if why else Hosts(2, folder)
+    for name in args.scripts:
+        job = functools.partial(measure, name, args, folder, hosts)
+        turns = take_turns(name, job, rows, columns, args.rounds)
+        if why or name == GPT:
+            continue
+        turns = take_turns(name, job, links, columns, args.rounds)
+        if launch.shares_a_batch(name):
+            continue  # predict.py knows no tensor parallelism
+        for rate in RATES:
+            seen = median_of(turns[f"hosts, {rate}M"])
+            said = predicted(name, turns["2 devices"], rate)
+            errors.append(abs(said / seen - 1))
+            line = f"{rate:4} Mbit/s: {seen * 1e3:.0f} ms, predicted"
+            print(f"{line} {said * 1e3:.0f} ({said / seen - 1:+.0%})")
     if errors:
         median = statistics.median(errors)
         worst = max(errors)

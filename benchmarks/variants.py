@@ -12,21 +12,20 @@ As root on Linux, the ranks run on a network that nobody else uses, and its card
 the bytes. Elsewhere they are not counted. benchmarks/scaling.py has slow networks.
 """
 
-import contextlib
+import atexit
 import functools
 import json
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import utils
 from benchmarks import measured_epoch, report
 from tools.run import launch
 from tools.run.hosts import Hosts, why_not
-from tools.run.processes import end_all
+from tools.run.processes import end_all, temporary_folder
 from tools.scripts import ROOT, SCRIPTS, variants
 
 WIDTH = 512  # of the model's hidden layers
@@ -46,22 +45,20 @@ def why_no_networks(device):
 class Edge:
     """A variant and its parent, ready to be measured.
 
-    networks: paths of the Linux network namespaces that the ranks share out.
+    hosts: those of tools/run/hosts.py whose networks the ranks share out, if any.
     """
 
-    def __init__(self, name, folder, networks, device, nprocs):
+    def __init__(self, name, folder, hosts, device, nprocs):
         self.name = name
         self.parent = SCRIPTS[name]
+        self.folder = folder
         self.device = device
         self.nprocs = nprocs
+        networks = [f"/proc/{host.pid}/ns/net" for host in hosts]
         self.env = {"NETWORKS": " ".join(networks), "WIDTH": WIDTH}
-        if networks:
-            self.env["GLOO_SOCKET_IFNAME"] = "eth0" if len(networks) > 1 else "lo"
+        if hosts:
+            self.env["GLOO_SOCKET_IFNAME"] = "eth0" if len(hosts) > 1 else "lo"
         self.own_task = launch.task_of(name) == name  # the parent trains it as well
-        self.sides = {
-            self.parent: folder / "parent",
-            name: folder / "variant",
-        }
 
     def run(self, script, samples, batch_size, *options, memory=False, **env):
         """The figures of a run, as measured_epoch.py explains them.
@@ -69,7 +66,7 @@ class Edge:
         They are the mean of all ranks; seconds and memory are those of the worst.
         samples: of an epoch. memory: on a CPU, run again to measure its peak.
         """
-        folder = self.sides[script]
+        folder = self.folder / Path(script).stem
         if self.own_task and script == self.parent:
             env["TASK"] = self.name.removesuffix(".py").replace("/", ".")
         for file in folder.glob("measured.*.json"):
@@ -149,13 +146,11 @@ def main(args):
         f" {device}\nsent      {sent}",
         "torch",
     )
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(end_all)
-        hosts = [] if reason else stack.enter_context(Hosts(1, folder))
-        networks = [f"/proc/{host.pid}/ns/net" for host in hosts]
-        for name in names:
-            compare(Edge(name, folder / name, networks, device, NPROCS), args)
+    folder = Path(temporary_folder())
+    atexit.register(end_all)  # before the folder goes
+    hosts = [] if reason else Hosts(1, folder)
+    for name in names:
+        compare(Edge(name, folder / name, hosts, device, NPROCS), args)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ WEIGHTS = 809_001  # of the model, with its hidden layers
 def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
     """Each of W ranks sends 2 (W - 1) / W times the gradients, and TCP's headers."""
     with Hosts(hosts, tmp_path) as found:
-        networks = [f"/proc/{host.pid}/ns/net" for host in found]
-        three = variants.Edge("multigpu.py", tmp_path / "edge", networks, "cpu", 3)
+        three = variants.Edge("multigpu.py", tmp_path / "edge", found, "cpu", 3)
         # Two steps, in which each of three ranks takes 8 samples
         figures = three.run("multigpu.py", 2 * 3 * 8, 8)
     bytes_of_gradients = 4 * WEIGHTS
@@ -79,7 +78,6 @@ def test_versions_train_the_same(tmp_path):
         batch_size=12,
         vocab_size=None,
         device="cpu",
-        threads=1,
         rounds=2,
         steps=2,
         folder=tmp_path,
