@@ -17,8 +17,8 @@ from tools.run.results import load, same_bits, weights
 from tools.scripts import ROOT
 
 METRICS = "mingpt.metrics.csv"
-FP32 = "--compile off --precision fp32"
-TINY = f"--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8 {FP32}"
+TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
+TINY += " --compile off --precision fp32"
 # Two ranks train on 4 blocks in a step.
 SHARE_OF_TWO = "--batch-size 2 --accumulate 2"
 
@@ -37,25 +37,34 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt(text):
-    """`gpt(folder, options, nprocs=, status=, hooks=, **env)`: run mingpt.train: Done.
+    """`gpt(folder, options, nprocs=, status=, **how)`: run mingpt.train: Done.
 
     options: as typed, besides TINY's. Without `nprocs` python starts it, else torchrun.
-    status: how it must end. hooks: as of `launch`.
+    status: how it must end. how: `real`, `hooks` and variables, as of `launch`.
     """
 
-    def run(folder, options, nprocs=None, status=0, hooks=(), **env):
+    def run(folder, options, nprocs=None, status=0, real="", hooks=(), **env):
         folder.mkdir(exist_ok=True)
         words = ["python"]
         if nprocs:
             words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
         words += ["-m", "mingpt.train", *text, *f"{TINY} {options}".split()]
         env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
-        hooks = [compile_without_a_pool, *hooks]
-        done = Program(words, folder, hooks=hooks, **env).finish()
+        if not real:
+            hooks = [compile_without_a_pool, *hooks]
+        done = Program(words, folder, real, hooks=hooks, **env).finish()
         assert done.returncode == status, done.stdout + done.stderr
         return done
 
     return run
+
+
+def sample(folder, options, status=0):
+    """Run mingpt.sample: Done. options: as typed."""
+    words = f"python -m mingpt.sample {options}".split()
+    done = Program(words, folder, PYTHONPATH=ROOT).finish()
+    assert done.returncode == status, done.stderr
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mingpt.train import lr_scale
 from tests.hooks import replace
 from tests.mingpt.conftest import (
-    FP32,
     METRICS,
     at_step,
     check_resumes,
@@ -22,10 +21,10 @@ from tests.mingpt.conftest import (
     float64,
     get_sigterm,
     metrics,
+    sample,
     snapshot,
     steps_run,
 )
-from tools.run.processes import Program
 from tools.run.results import weights
 from tools.scripts import ROOT
 
@@ -126,15 +125,23 @@ def test_no_snapshot_of_a_wrong_model(gpt, tmp_path, is_told, wrong):
     assert [row["step"] for row in metrics(tmp_path / METRICS)] == [6]
 
 
-def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path):
-    """DDP averages their gradients alone: no loss would tell."""
+@pytest.mark.parametrize(
+    ("options", "nprocs", "part"),
+    [("", 2, ""), pytest.param("--split 2", 4, "part 1 of ", marks=pytest.mark.waits)],
+)
+def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path, options, nprocs, part):
+    """DDP averages their gradients alone: no loss would tell.
+
+    With --split, one other rank has the same part of the layer.
+    """
 
     def befall(trainer):
-        trainer.model.lm_head.weight.data.mul_(1.01)
+        trainer.model.transformer.h[0].mlp.c_fc.weight.data.mul_(1.01)
 
-    hooks = [at_step(2, befall, rank=1)]
-    done = gpt(tmp_path, SHORT, nprocs=2, status=1, hooks=hooks)
-    assert "step 2: transformer.wte.weight differs by rank, sums " in done.stderr
+    hooks = [at_step(2, befall, rank=nprocs - 1)]
+    done = gpt(tmp_path, f"{SHORT} {options}", nprocs=nprocs, status=1, hooks=hooks)
+    wrong = f"step 2: {part}transformer.h.0.mlp.c_fc.weight differs by rank, sums "
+    assert wrong in done.stderr
     assert not (tmp_path / "mingpt.pt").exists()
 
 
@@ -242,20 +249,13 @@ def test_sixteen_bits(gpt, tmp_path, precision):
 def test_sample(gpt, tmp_path, model):
     """Of the model that the snapshot names."""
 
-    def write(prompt):
-        words = ["python", "-m", "mingpt.sample", "--tokens", 20, "--seed", 2**70]
-        words += ["--prompt", prompt]
-        return Program(words, tmp_path, PYTHONPATH=ROOT).finish()
-
     gpt(tmp_path, f"{SHORT} --model {model}")
-    done = write("The ")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The ")
-    assert len(done.stdout) == len("The ") + 20 + len("\n")
-    assert write("The ").stdout == done.stdout, "the seed is the same"
-    bad = write("€")
-    assert bad.returncode == 2
-    assert "has no '€'" in bad.stderr
+    options = f"--tokens 20 --seed {2**70} --prompt"
+    text = sample(tmp_path, f"{options} The").stdout
+    assert text.startswith("The")
+    assert len(text) == len("The") + 20 + len("\n")
+    assert sample(tmp_path, f"{options} The").stdout == text, "the seed is the same"
+    assert "has no '€'" in sample(tmp_path, f"{options} €", status=2).stderr
 
 
 @pytest.mark.waits
@@ -299,13 +299,10 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.waits
-def test_golden_curve(text, tmp_path):
-    """The preset's own sizes, on a text that is the same with every Python."""
-    options = f"--steps 20 --eval-every 10 {FP32}".split()
-    words = ["python", "-m", "mingpt.train", *text, *options]
-    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-    done = Program(words, tmp_path, hooks=[float64], **env).finish()
-    assert done.returncode == 0, done.stderr
+def test_golden_curve(gpt, tmp_path):
+    """The default's own sizes, on a text that is the same with every Python."""
+    sizes = "--n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12"
+    gpt(tmp_path, f"{sizes} --steps 20 --eval-every 10", hooks=[float64])
     golden = metrics(ROOT / "tests/golden/curve.csv")
     for row, expected in zip(metrics(tmp_path / METRICS), golden, strict=True):
         expected["tokens/s"] = row["tokens/s"]

@@ -10,9 +10,7 @@ from mingpt import loading, options
 from mingpt.model import GPT, GPTConfig
 from mingpt.tokenizer import read_tokenizer
 from tests.helpers.gpt_checks import tokens, with_large_weights
-from tests.mingpt.conftest import snapshot
-from tools.run.processes import Program
-from tools.scripts import ROOT
+from tests.mingpt.conftest import sample, snapshot
 
 reason = "mingpt/gpt2_weights.py needs it"
 safetensors = pytest.importorskip("safetensors", reason=reason)
@@ -121,9 +119,7 @@ def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, bpe, tmp_path)
     save_gpt2(model, folder)
     start = f"--init-from {folder} --tokenizer {bpe}"
 
-    words = f"python -m mingpt.sample --tokens 5 --prompt class {start}"
-    done = Program(words.split(), tmp_path, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
+    done = sample(tmp_path, f"--tokens 5 --prompt class {start}")
     assert done.stdout.startswith("class")
 
     gpt(tmp_path, f"{start} --steps 1 --lr 1e-12")
