@@ -70,25 +70,24 @@ def test_which_one_names_every_script():
             assert re.search(rf"variants.{stem} |\[{stem}.py", below), name
 
 
-@pytest.mark.parametrize("name, epochs", [("samples", 3), ("samples_narrow", 2)])
-def test_samples_and_losses_are_those_of_the_picture(name, epochs):
-    """A row is what a device takes first: of a sampler, an epoch and a rank.
+@pytest.mark.parametrize("name", ["samples", "samples_narrow"])
+def test_samples_and_losses_are_those_of_the_picture(name):
+    """A row is what a device takes: of a sampler, an epoch and a rank.
 
     Each rank of two takes 8 of 16 samples, in the first epoch's order if nobody calls
-    set_epoch. Without a DistributedSampler, both take the same.
+    set_epoch. Without a DistributedSampler, both take all 16.
     """
     rows = []
-    with_set_epoch = range(epochs)
-    without = [0] * epochs
+    with_set_epoch = [0, 1]
+    without = [0, 0]
     for epoch in (*with_set_epoch, *without):
         for rank in (0, 1):
             sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
             sampler.set_epoch(epoch)
             rows += sampler
-    for epoch in range(epochs):
+    for epoch in (0, 1):
         generator = torch.Generator().manual_seed(epoch)
-        taken = [*RandomSampler(range(16), generator=generator)]
-        rows += 2 * taken[:8]
+        rows += 2 * [*RandomSampler(range(16), generator=generator)]
     picture = text_of(f"docs/pictures/{name}.svg")
     shown = re.findall(r'class="ink n">(\d+)<', picture)
     assert [*map(int, shown)] == rows

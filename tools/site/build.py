@@ -74,21 +74,16 @@ def place_of(block, hunk):
 
 
 def shown_lines(block):
-    """The changed lines that match, below the name of what they stand in."""
+    """The changed lines that match. Those of a function have no indent."""
     lines = []
-    above = ""
     left = set(block.show)
     for hunk in hunks(block.old, block.new):
-        place = place_of(block, hunk)
         for line in hunk.lines:
             found = {pattern for pattern in block.show if re.search(pattern, line)}
-            if not found:
-                continue
             left -= found
-            if place != above:
-                lines.append(place)
-            lines.append(line)
-            above = place
+            if found:
+                # A phone has no room for the indent.
+                lines.append(re.sub("(?<=^.) +", "", line) if hunk.scope else line)
     if left:
         raise block.wrong(f"no changed line matches {', '.join(sorted(left))}")
     return ["```diff", *lines, "```"]
