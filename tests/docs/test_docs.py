@@ -122,6 +122,15 @@ def test_a_phone_gets_the_words_of_each_picture():
         assert words_of(narrow) == words_of(wide), narrow
 
 
+def test_the_code_in_a_picture_is_that_of_its_page():
+    for page in PAGES:
+        code = text_of(page) + text_of("single_gpu.py")  # of which there is a map
+        for name in re.findall(r"\(pictures/(\w+)\.svg\)", text_of(page)):
+            picture = text_of(f"docs/pictures/{name}.svg")
+            for shown in re.findall(r'class="ink[^"]* c\b[^"]*">([^<]+)<', picture):
+                assert shown in code, (page, shown)
+
+
 # The tool. What must fail is put into a copy of the repository.
 
 
