@@ -34,7 +34,6 @@ html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_use_index = False
-html_show_search_summary = False  # a summary loads each page that is found
 html_copy_source = False
 # Of a console, the buttons copy the commands alone: no prompt and no output.
 copybutton_selector = ":is(.highlight-sh, .highlight-python, .highlight-console) pre"

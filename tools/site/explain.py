@@ -122,11 +122,14 @@ def masked(text):
 
 
 def marked(text, other):
-    """The HTML of an output, with marks where it has words that the other has not."""
+    """The HTML of an output, with marks where it has words that the other has not.
+
+    An error is marked as a whole.
+    """
     html = ""
     done = 0
     others = masked(other).split()
-    for word in re.finditer(r"[^\s~]+", masked(text)):
+    for word in re.finditer(r"(?m)^\S+: error: .*|[^\s~]+", masked(text)):
         if not any(same([word[0]], [other_word]) for other_word in others):
             start, end = word.span()
             html += escape(text[done:start], quote=False)

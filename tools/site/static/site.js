@@ -6,18 +6,21 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 // The theme opens its drawers with labels, which no key can reach.
 for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
   const box = document.getElementById(label.htmlFor);
-  label.tabIndex = 0;
-  label.setAttribute("role", "button");
-  label.setAttribute("aria-label", box.ariaLabel);
-  label.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== " ") return;
-    event.preventDefault();
-    label.click();
-  });
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = label.className;
+  button.ariaLabel = box.ariaLabel;
+  button.append(...label.childNodes);
+  button.addEventListener("click", () => (box.checked = !box.checked));
+  label.replaceWith(button);
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") box.checked = false;
   });
 }
+
+// The empty corner of a table is no header.
+for (const header of all("article th"))
+  if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));
 
 const landmarks = { ".sidebar-drawer": "All pages", ".toc-drawer": "On this page" };
 for (const [selector, name] of Object.entries(landmarks)) {
