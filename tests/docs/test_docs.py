@@ -78,9 +78,7 @@ def test_samples_and_losses_are_those_of_the_picture(name):
     set_epoch. Without a DistributedSampler, both take all 16.
     """
     rows = []
-    with_set_epoch = [0, 1]
-    without = [0, 0]
-    for epoch in (*with_set_epoch, *without):
+    for epoch in (0, 1, 0, 0):  # the last two: without set_epoch
         for rank in (0, 1):
             sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
             sampler.set_epoch(epoch)
