@@ -1,5 +1,6 @@
 """What the README and the documents say is so, and the tool that sees to it."""
 
+import itertools
 import math
 import re
 import subprocess
@@ -9,10 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
+from tools.diffs import changed_lines
 from tools.files import copy_tree
 from tools.run.processes import Program
 from tools.scripts import PARENTS, ROOT, SCRIPTS, commands
-from tools.site.pages import TEST, page_names, parse
+from tools.site.pages import READING_ORDER, TEST, page_names, parse
 
 PAGES = page_names()
 ALL_PAGES = [*PAGES, "tests/README.md", "benchmarks/README.md"]
@@ -54,6 +56,37 @@ def test_links_lead_somewhere(page):
 def test_the_tests_that_are_named_exist(page):
     for name, path in TEST.findall(text_of(page)):
         assert f"\ndef {name}(" in text_of(path), (name, path)
+
+
+WAY = """
+0_intro 1_single_gpu 2_multigpu 3_fault_tolerance 4_multinode convert_your_script audit
+adapt_your_script make_it_real
+"""
+
+
+@pytest.mark.text
+def test_each_page_says_where_to_go_on():
+    following = {}
+    for name in READING_ORDER:
+        found = re.search(
+            r"\n\nNext: \[.*?\]\(([^)]*)\).*\n$", text_of(f"docs/{name}.md")
+        )
+        following[f"{name}.md"] = found[1] if found else None
+    silent = {page for page in following if not following[page]}
+    # Two other pages, and the one that leads from its last step to the audit
+    assert silent <= {"5_minGPT.md", "shard_your_model.md", "convert_your_script.md"}
+    for name, target in itertools.pairwise(WAY.split()):
+        assert following[f"{name}.md"] in (f"{target}.md", None), name
+    assert following["theory.md"] == "3_fault_tolerance.md"
+
+
+@pytest.mark.text
+def test_chapter_2_counts_the_lines_that_a_script_needs():
+    section = text_of("docs/2_multigpu.md").partition("## Know which lines")[2]
+    numbers = re.findall(r"(?m)^\| .* \| (\d+) \|", section)
+    count = len(changed_lines("single_gpu.py", "multigpu.py"))
+    assert sum(map(int, numbers)) == count
+    assert f"{count} lines change" in section
 
 
 def test_which_one_names_every_script():
