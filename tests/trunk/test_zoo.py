@@ -169,3 +169,14 @@ def test_every_case(outcomes, script, ranks):
         if not fits(outcome, begins):
             wrong.append(f"{case}: {outcome}, not {begins}")
     assert not wrong
+
+
+@pytest.mark.text
+def test_chapter_1_lists_the_cases_that_end_otherwise():
+    page = (ROOT / "docs/1_single_gpu.md").read_text()
+    section = page.partition("## Check whether your model fits\n")[2].partition(
+        "\n## "
+    )[0]
+    _, _, *rows = re.findall(r"(?m)^\| ?([^|]+?) ?\|", section)
+    listed = {case for row in rows for case in row.split(", ")}
+    assert listed == {case for script, case in expected() if script == "multigpu.py"}
