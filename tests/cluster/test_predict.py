@@ -30,7 +30,7 @@ BAD = [
     "--measure /nowhere --link 1Gbit",
     f"--measure {__file__} --link 1Gbit",
 ]
-PAGE = (ROOT / "docs/predict.md").read_text()
+PAGE = (ROOT / "benchmarks/README.md").read_text()
 ROWS = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| `(.*)` \|$", PAGE)
 assert len(ROWS) == 13
 
