@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import re
 from typing import NamedTuple
 
 from tools.scripts import InputError, read_lines
@@ -22,12 +23,26 @@ def changes(before, after):
             yield places
 
 
-def align(before, after, likeness):
-    """[(i, j)]: which of the items `before` have become which of those `after`.
+SIMILAR = 0.35  # from here on, two lines are one line that was changed
 
-    likeness(one, other): how much two items have in common, 0 if one cannot have become
-    the other. The pairs are in order on both sides, and of all such pairings they are
-    the one with the most in common.
+
+@functools.cache
+def likeness(one, other):
+    """The share of the names and numbers of two texts that is in both; 0 if small."""
+    alike = matcher(names_in(one), names_in(other)).ratio()
+    return alike if alike >= SIMILAR else 0
+
+
+def names_in(text):
+    """The names and numbers of a text, without `self`, which most lines have."""
+    return [name for name in re.findall(r"\w+", text) if name != "self"]
+
+
+def align(before, after):
+    """[(i, j)]: which of the lines `before` have become which of those `after`.
+
+    The pairs are in order on both sides, and of all such pairings they are the one with
+    the most in common.
     """
     # best[j]: how much the items before i and before j have in common at most, and the
     # pairs with which they do. `row` is the same for the next i.

@@ -5,7 +5,6 @@ adds. It starts no process; tools/prove/lines.py runs the tests on them.
 """
 
 import ast
-import difflib
 import functools
 import io
 import re
@@ -15,8 +14,6 @@ from typing import NamedTuple
 from tools.diffs import KINDS, align, changes, first_line, matcher
 
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
-HEADER = re.compile(r"(?:def|class) \w+")
-SIMILAR = 0.6  # from this ratio on, a line is a changed line of the parent's
 
 
 class Mutant(NamedTuple):
@@ -107,18 +104,6 @@ def indented(lines, like):
     return found
 
 
-def likeness(one, other):
-    """From 0 to 1. Headers of a function or class of one name are as good as alike."""
-    one, _ = one.meaning()
-    other, _ = other.meaning()
-    header = HEADER.match(one)
-    other_header = HEADER.match(other)
-    if header and other_header and header[0] == other_header[0]:
-        return 1
-    ratio = difflib.SequenceMatcher(None, one, other).ratio()
-    return ratio if ratio > SIMILAR else 0
-
-
 class Diff:
     """Two texts, and what of the parent's the child's lines stand for.
 
@@ -144,14 +129,9 @@ class Diff:
         old = [unit.text for unit in old_units]
         new = [unit.text for unit in self.units]
         pairs = {}
-        for tag, i1, i2, j1, j2 in matcher(old, new).get_opcodes():
-            removed = old_units[i1:i2]
-            added = self.units[j1:j2]
-            if tag == "equal":
-                pairs.update(zip(added, removed, strict=True))
-            else:
-                for i, j in align(removed, added, likeness):
-                    pairs[added[j]] = removed[i]
+        for _, i1, i2, j1, j2 in matcher(old, new).get_opcodes():
+            for i, j in align(old[i1:i2], new[j1:j2]):
+                pairs[self.units[j1 + j]] = old_units[i1 + i]
         # However different the docstrings are, one stands for the other.
         pairs.setdefault(self.units[0], old_units[0])
         return pairs

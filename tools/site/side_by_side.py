@@ -13,11 +13,10 @@ from html import escape
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
 
-from tools.diffs import align, changes, hunks, matcher, tree_of
+from tools.diffs import align, changes, hunks, tree_of
 from tools.scripts import ROOT, ancestry
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
-SIMILAR = 0.35  # from here on, two lines are one line that was changed
 
 
 def slug(name):
@@ -101,18 +100,6 @@ def words_of(line):
     return re.findall(r"\d[\w.]*|\w+|\s+|[^\w\s]", line)
 
 
-@functools.cache
-def likeness(one, other):
-    """The share of the names and numbers of two lines that is in both; 0 if small."""
-    alike = matcher(names_in(one), names_in(other)).ratio()
-    return alike if alike >= SIMILAR else 0
-
-
-def names_in(line):
-    """The names and numbers of a line, without `self`, which most lines have."""
-    return [name for name in re.findall(r"\w+", line) if name != "self"]
-
-
 def changed_places(one, other):
     """The places of the characters of `one`, and of `other`, in changed words."""
     words = words_of(one)
@@ -134,7 +121,7 @@ def starts_of(words):
 
 def marks_of(removed, added):
     """(which lines were changed into which, {line: places} of each side)."""
-    pairs = align(removed, added, likeness)
+    pairs = align(removed, added)
     old_marks = {}
     new_marks = {}
     for i, j in pairs:
