@@ -35,6 +35,7 @@ import torch.distributed as dist
 # later, and a program might hang when it ends: https://github.com/pytorch/pytorch/issues/190489
 import torch.distributed.nn.functional
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import Dataset, IterableDataset
 
 # {path of a snapshot: the file's time when this run last read or wrote it; None without
 # a file}. If the file has another time when we save, another run has written it.
@@ -44,7 +45,7 @@ last_seen = {}
 # Data
 
 
-class MyTrainDataset(torch.utils.data.Dataset):
+class MyTrainDataset(Dataset):
     """A linear regression with known noise: `size` samples, 20 features and 1 target.
 
     A sample: float32 tensors of shapes (20,) and (1,). All seeds draw samples for the
@@ -286,16 +287,19 @@ def check_data(train_set, eval_set, batch_size):
     batch_size: how many samples a rank takes in a step; a fraction where ranks share a
     batch, as in variants/tensor_parallel.py.
     """
+    if isinstance(train_set, IterableDataset):
+        error("no sampler shares out an IterableDataset: write a Dataset's __getitem__")
     sizes = gather((len(train_set), len(eval_set)))
     if len(set(sizes)) > 1:
         error(f"ranks have different numbers of (training, held-out) samples: {sizes}")
     samples, held_out = sizes[0]
-    if held_out == 0:
-        error("there are no held-out samples")
     # The training loaders have `drop_last`: a rank without a whole batch makes no step.
     step = round(len(sizes) * batch_size)
-    if step > samples:
-        error(f"too few samples: a step takes {step}, and there are {samples}")
+    if step > samples or not held_out:
+        error(
+            f"too few samples: a step takes {step}, and there are {samples}"
+            f" to train on, {held_out} held out"
+        )
 
 
 def check_state(losses, model, optimizer, path):
@@ -303,7 +307,7 @@ def check_state(losses, model, optimizer, path):
 
     Also after an epoch that is not saved: you hear of it soon.
     """
-    wrong = what_is_wrong(losses, dict(model.named_parameters()))
+    wrong = what_is_wrong(losses, model.named_parameters())
     part = unloadable_part([model.state_dict(), optimizer.state_dict()])
     if part is not None:
         wrong = f"no run can load {part!r:.60}"
@@ -314,11 +318,11 @@ def check_state(losses, model, optimizer, path):
 def what_is_wrong(losses, weights):
     """What is not finite, or which trained weight differs by rank; "" if all is well.
 
-    losses: means over all ranks, equal on each rank. weights: {name: parameter}.
-    After each step, those of one name should be the same on all ranks that have it.
-    Other devices may round them otherwise, which moves a sum of weights by about 1e-7
-    of their 2-norm, however many they are. Ranks that are 1e-5 of it apart, a hundred
-    times as much, do not average their gradients.
+    losses: means over all ranks, equal on each rank. weights: pairs of a name and a
+    parameter. After each step, those of one name should be the same on all ranks that
+    have it. Other devices may round them otherwise, which moves a sum of weights by
+    about 1e-7 of their 2-norm, however many they are. Ranks that are 1e-5 of it apart,
+    a hundred times as much, do not average their gradients.
     """
     pairs_of = {}  # {name: [(sum, norm) of each rank that has it]}
     for found in gather(sums_of(weights)):
@@ -341,9 +345,9 @@ def what_is_wrong(losses, weights):
 
 
 def sums_of(weights):
-    """{name: (its sum, its 2-norm)} of those {name: weight} that are trained."""
+    """{name: (its sum, its 2-norm)} of those (name, weight) that are trained."""
     found = {}
-    for name, weight in weights.items():
+    for name, weight in weights:
         if not weight.requires_grad:
             continue
         weight = weight.detach()
@@ -477,7 +481,6 @@ def check_snapshot(snapshot, model, optimizer, path):
     Buffers may have other shapes, as a table that grows. model: the one inside DDP,
     which was saved.
     """
-    hint = "choose another --snapshot-path"
     if snapshot.get("SAMPLES_RUN"):  # by variants/preemptible.py
         error(f"{path} was saved inside an epoch: go on with the script that saved it")
     saved = snapshot["MODEL_STATE"]
@@ -491,7 +494,7 @@ def check_snapshot(snapshot, model, optimizer, path):
             lazy = torch.nn.parameter.is_lazy(weight)  # it has no shape before the data
             fits = fits and (lazy or saved[name].shape == weight.shape)
     if not fits:
-        error(f"{path} belongs to another model: {hint}")
+        error(f"{path} belongs to another model: choose another --snapshot-path")
     print_replaced(snapshot["OPTIMIZER_STATE"], optimizer.state_dict(), path)
 
 
@@ -502,8 +505,7 @@ def print_replaced(saved, here, path):
     """
     if get_rank() > 0:
         return
-    groups = zip(saved["param_groups"], here["param_groups"], strict=False)
-    for old, new in groups:
+    for old, new in zip(saved["param_groups"], here["param_groups"], strict=False):
         for name, value in new.items():
             replacement = old.get(name, value)  # what was not saved is not replaced
             # A schedule stores `initial_lr`, and will set `lr` itself.

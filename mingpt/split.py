@@ -118,11 +118,9 @@ class Split(Strategy):
         return weight in self.cuts and value.dim() > 0  # a count of steps is not
 
     def named_weights(self, model):
-        weights = {}
         for name, weight in model.named_parameters():
             part = f"part {self.group.rank()} of " if weight in self.cuts else ""
-            weights[part + name] = weight
-        return weights
+            yield part + name, weight
 
     def clip_grad_norm_(self, model, max_norm):
         """Clip the gradients by the norm of the whole model, which all ranks know."""

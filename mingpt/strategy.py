@@ -58,8 +58,8 @@ class Strategy:
         return value.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
     def named_weights(self, model):
-        """{name: weight}. All ranks with one name should have the same weights."""
-        return dict(model.named_parameters())
+        """Pairs. All ranks with one name should have the same weight."""
+        return model.named_parameters()
 
     def clip_grad_norm_(self, model, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import os
-import pickle
 import signal
 import subprocess
 import tempfile
@@ -161,8 +160,8 @@ class TrainLoop:
             # All in one file: the parameters of the optimizer stay those of the model.
             try:
                 torch.save(self, f"{folder}/loop.pt")
-            except (AttributeError, pickle.PicklingError, TypeError) as reason:
-                utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason}")
+            except Exception as reason:  # such as a lambda, or a parametrized module
+                utils.error(f"gpu_mode {self.gpu_mode} cannot send this: {reason!r}")
             world_size = num_nodes * self.nprocs
             first_rank = node_rank * self.nprocs
             interrupt = signal.getsignal(signal.SIGINT)

@@ -199,6 +199,11 @@ def told(function, *arguments):
     return False
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
 def samples(pair):
     return range(pair[rank])
 
@@ -218,6 +223,7 @@ assert not refuse_samples((80, 80), (9, 9), batch=40)
 assert refuse_samples((80, 80), (9, 9), batch=41)
 assert refuse_samples((80, 80), (0, 0))
 assert refuse_samples((80, 81), (9, 9))
+assert told(utils.check_data, Stream(), range(9), 1)
 assert refuse_samples((80, 80), (9, 10))
 assert not refuse_weights(1, 1.000009)
 assert refuse_weights(1, 1.000011)

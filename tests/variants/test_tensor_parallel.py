@@ -134,7 +134,7 @@ WRONG = [
 def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     how = {"real": "", "own_options": False, "changes": changes}
     done = launch(NAME, 1, 1, "--split", split, cwd=tmp_path, **how)
-    assert f"error: {line}\n" in done.stderr
+    assert f"error: {line}" in done.stderr
     assert done.returncode != 0
     assert not (tmp_path / "snapshot.pt").exists()
 

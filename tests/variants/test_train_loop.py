@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
@@ -344,6 +345,10 @@ REFUSED = {
     "precision '16': choose fp32, bf16, fp16": {"precision": "16"},
     "gpu_mode ddp2: accumulate is 1": {"gpu_mode": "ddp2", "accumulate": 2},
     "gpu_mode ddp cannot send this: ": {"gpu_mode": "ddp", "criterion": lambda *_: 0},
+    "send this: RuntimeError('Serialization of parametrized": {
+        "gpu_mode": "ddp",
+        "model": spectral_norm(torch.nn.Linear(20, 1)),
+    },
     "train_loader: a DataLoader with": {"train_loader": DATA},
     "val_loader: a DataLoader with": {"val_loader": DataLoader(DATA, sampler=HALF)},
     "yours to write for <class 'dict'>": {
