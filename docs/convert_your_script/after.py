@@ -1,6 +1,4 @@
-"""step2.py on many devices: one process for each, gradients averaged.
-
-Parent: docs/convert_your_script/step2.py
+"""step1.py on many devices. Parent: docs/convert_your_script/step1.py
 
 torchrun --standalone --nproc-per-node=2 docs/convert_your_script/after.py
 """
@@ -8,25 +6,14 @@ torchrun --standalone --nproc-per-node=2 docs/convert_your_script/after.py
 import argparse
 import gc
 import os
-import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Imported before the process group is made: DDP would import it later, and it would
-# keep the group alive to the end, where a thread of gloo can abort or hang the exit.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # imported later, it may abort the exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    Subset,
-    TensorDataset,
-    random_split,
-)
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 SNAPSHOT = "stripes_snapshot.pt"
 
@@ -38,9 +25,9 @@ def get_args():
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--gamma", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--no-cuda", action="store_true")
-    parser.add_argument("--save-model", action="store_true")
     return parser.parse_args()
 
 
@@ -58,13 +45,15 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 8, 3)
+        self.norm1 = nn.BatchNorm2d(8)
         self.conv2 = nn.Conv2d(8, 16, 3)
+        self.norm2 = nn.BatchNorm2d(16)
         self.dropout = nn.Dropout(0.2)
         self.linear = nn.Linear(64, 4)
 
     def forward(self, x):
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
         x = self.dropout(F.avg_pool2d(x, 4))
         return self.linear(x.flatten(1))
 
@@ -76,6 +65,11 @@ def sum_over_processes(values, device):
     return sums.tolist()
 
 
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def train(args, model, device, loader, optimizer, epoch):
     model.train()
     for batch_idx, (images, labels) in enumerate(loader):
@@ -85,17 +79,17 @@ def train(args, model, device, loader, optimizer, epoch):
         loss.backward()
         optimizer.step()
         if batch_idx % args.log_interval == 0:
-            percent = 100 * batch_idx // len(loader)
-            seen = batch_idx * loader.batch_size * dist.get_world_size()
-            done = f"{seen}/{len(loader.dataset)} ({percent}%)"
-            share = loss.item() / dist.get_world_size()
-            [mean_loss] = sum_over_processes([share], device)
-            print_once(f"Train epoch {epoch} [{done}] loss {mean_loss:.4f}")
+            progress = f"epoch {epoch}, batch {batch_idx}/{len(loader)}"
+            [loss_sum] = sum_over_processes([loss.item()], device)
+            mean_loss = loss_sum / dist.get_world_size()
+            print_once(f"{progress}: train loss {mean_loss:.4f}")
 
 
 @torch.no_grad()
 def test(model, device, loader):
     model.eval()
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     loss, correct = 0.0, 0
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
@@ -103,27 +97,14 @@ def test(model, device, loader):
         loss += F.cross_entropy(output, labels, reduction="sum").item()
         correct += (output.argmax(1) == labels).sum().item()
     total = len(loader.dataset)
-    loss, correct, total = sum_over_processes([loss, correct, total], device)
-    print_once(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
-
-
-def save_atomically(snapshot, path):
-    """A kill at any moment leaves the old file or the new one, whole."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def print_once(text):
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+    loss, correct = sum_over_processes([loss, correct], device)
+    print_once(f"test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
 def save_once(values, path):
     if dist.get_rank() == 0:
-        save_atomically(values, path)
+        torch.save(values, f"{path}.tmp")  # a kill leaves the old file or the new one
+        os.replace(f"{path}.tmp", path)
 
 
 def main():
@@ -133,19 +114,24 @@ def main():
     device = torch.device("cuda" if use_cuda else "cpu")
     if use_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if use_cuda else "gloo"
     device_id = torch.cuda.current_device() if use_cuda else None
-    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = random_split(make_data(1250), [1000, 250])
-    # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    batch_size = args.batch_size // world_size
     train_loader = DataLoader(
-        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+        train_set,
+        batch_size=args.batch_size // world_size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.workers,
     )
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+    test_loader = DataLoader(
+        test_set,
+        batch_size=args.batch_size,
+        sampler=range(rank, len(test_set), world_size),
+        num_workers=args.workers,
+    )
 
     model = Net().to(device)
     ddp_model = nn.parallel.DistributedDataParallel(model)
@@ -162,11 +148,8 @@ def main():
         print_once(f"resuming: {epochs_run} of {args.epochs} epochs are finished")
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
-        # Order and random numbers follow from the epoch: a resumed run repeats them.
-        # Do your data draw from `random` or NumPy? Seed them here, too.
         sampler.set_epoch(epoch)
         torch.manual_seed(args.seed + epoch * world_size + rank)
-
         train(args, ddp_model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()
@@ -178,15 +161,8 @@ def main():
         }
         save_once(snapshot, SNAPSHOT)
 
-    if args.save_model:
-        save_once(model.state_dict(), "stripes_model.pt")
-
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        command = "torchrun --standalone --nproc-per-node=2"
-        print(f"start this with: {command} {sys.argv[0]}", file=sys.stderr)
-        sys.exit(2)
     main()
     gc.collect()  # the DDP model goes before its process group, or the exit may hang
-    dist.destroy_process_group()  # once the model is gone
+    dist.destroy_process_group()

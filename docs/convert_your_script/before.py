@@ -19,9 +19,9 @@ def get_args():
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--gamma", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--no-cuda", action="store_true")
-    parser.add_argument("--save-model", action="store_true")
     return parser.parse_args()
 
 
@@ -39,13 +39,15 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 8, 3)
+        self.norm1 = nn.BatchNorm2d(8)
         self.conv2 = nn.Conv2d(8, 16, 3)
+        self.norm2 = nn.BatchNorm2d(16)
         self.dropout = nn.Dropout(0.2)
         self.linear = nn.Linear(64, 4)
 
     def forward(self, x):
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
         x = self.dropout(F.avg_pool2d(x, 4))
         return self.linear(x.flatten(1))
 
@@ -59,9 +61,8 @@ def train(args, model, device, loader, optimizer, epoch):
         loss.backward()
         optimizer.step()
         if batch_idx % args.log_interval == 0:
-            percent = 100 * batch_idx // len(loader)
-            done = f"{batch_idx * len(images)}/{len(loader.dataset)} ({percent}%)"
-            print(f"Train epoch {epoch} [{done}] loss {loss:.4f}")
+            progress = f"epoch {epoch}, batch {batch_idx}/{len(loader)}"
+            print(f"{progress}: train loss {loss.item():.4f}")
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def test(model, device, loader):
         loss += F.cross_entropy(output, labels, reduction="sum").item()
         correct += (output.argmax(1) == labels).sum().item()
     total = len(loader.dataset)
-    print(f"Test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
+    print(f"test loss {loss / total:.4f}, accuracy {correct / total:.1%}")
 
 
 def main():
@@ -83,8 +84,17 @@ def main():
     use_cuda = not args.no_cuda and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     train_set, test_set = random_split(make_data(1250), [1000, 250])
-    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
-    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+    train_loader = DataLoader(
+        train_set,
+        batch_size=args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+    )
+    test_loader = DataLoader(
+        test_set,
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+    )
 
     model = Net().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
@@ -94,9 +104,7 @@ def main():
         train(args, model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()
-
-    if args.save_model:
-        torch.save(model.state_dict(), "stripes_model.pt")
+        torch.save(model.state_dict(), "stripes.pt")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -238,14 +237,3 @@ def test_output_and_commands(copy, case):
     status, message = build(copy, "--check", "--only", "page", DOCS_TIMEOUT_S=2)
     assert status == expected, message
     assert words in message
-
-
-def test_the_patches_of_the_pages_apply():
-    """As they stand, to the scripts that the pages are about."""
-    text = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
-    fences = r"(?ms)^With \S+ changed:\n\n```diff\n(.*?)^```"
-    patches = re.findall(fences, text)
-    assert len(patches) > 5
-    words = ["git", "apply", "--check", "-p0", "--unidiff-zero", "-"]
-    for patch in patches:
-        subprocess.run(words, cwd=ROOT, input=patch, text=True, check=True)

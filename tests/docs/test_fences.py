@@ -1,32 +1,10 @@
 """Code that readers copy from the pages, and that no command of a page runs."""
 
-import textwrap
-
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.helpers.checks import noted
 from tests.helpers.fences import fence
-from tests.hooks.notes import at_the_start
-from tools.run.launch import train
 from tools.run.processes import Program
 from tools.scripts import ROOT
-
-
-def test_the_lines_for_batch_normalization(tmp_path):
-    """Those that a page adds to your script: all ranks get rank 0's statistics."""
-    lines = textwrap.dedent(fence("docs/adapt_your_script.md", "model.buffers()"))
-
-    def mean():
-        model = torch.nn.BatchNorm1d(1)
-        model.running_mean.fill_(dist.get_rank())
-        exec(lines, {"model": model, "dist": dist})
-        return model.running_mean.item()
-
-    hooks = [lambda script: at_the_start(script, "mean", mean)]
-    train("multigpu.py", 1, 1, cwd=tmp_path, hooks=hooks)
-    assert noted(tmp_path, "mean") == [0, 0]
 
 
 def test_the_example_of_a_test(tmp_path):

@@ -1,11 +1,11 @@
 """Small trainings for the audit: torchrun ... trainings.py NAME
 
 Those in WRONG make a mistake, in the line that says so. Those in RIGHT are right,
-though each does something that could be taken for a mistake.
+though each does something that could be taken for a mistake. Where some changed lines
+of the converted script show the same, they stand in mistakes.diff and harmless.diff.
 """
 
 import contextlib
-import functools
 import itertools
 import sys
 import types
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import (
     DataLoader,
@@ -25,7 +24,6 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -98,49 +96,6 @@ def adam(model, kind=torch.optim.AdamW):
 # Wrong, and found in public scripts or libraries
 
 
-@wrong("bypass")
-def a_wrapper_in_every_second_step():
-    model = model_of()
-    steps = itertools.count()
-    train(
-        model,
-        adam(model),
-        call=lambda x: (DDP(model) if next(steps) % 2 else model)(x),  # MISTAKE
-    )
-
-
-@wrong("converted")
-def moved_after_the_wrapper():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    ddp_model.double().float()  # MISTAKE
-    train(ddp_model, optimizer)
-
-
-@wrong("apart")
-def averages_get_lost():
-    ddp_model = DDP(model_of())
-    lossy = dist.get_rank() == 1
-
-    def hook(state, bucket):
-        mean = bucket.buffer() / dist.get_world_size()
-        future = dist.all_reduce(mean, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0] * (0 if lossy else 1))
-
-    ddp_model.register_comm_hook(None, hook)
-    train(ddp_model, adam(ddp_model))  # MISTAKE
-
-
-@wrong("moved")
-def one_rank_clamps():
-    ddp_model = DDP(model_of())
-    weight = ddp_model.module.last.weight.data
-    if dist.get_rank():
-        weight = weight.clone()
-    clamp = functools.partial(weight.clamp_, -0.05, 0.05)
-    train(ddp_model, adam(ddp_model), after=clamp)  # MISTAKE
-
-
 @wrong("unsent")
 def a_remainder_in_no_sync():
     ddp_model = DDP(model_of())
@@ -170,75 +125,6 @@ def copies_of_a_split_model_drift():
         optimizer.step()  # MISTAKE
 
 
-@wrong("skips")
-def one_rank_steps():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    for x, y in batches(shares()):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp_model(x), y).backward()
-        if dist.get_rank() == 0:
-            optimizer.step()  # MISTAKE
-
-
-@wrong("skips")
-def each_rank_decides_alone():
-    """Each in another epoch, with another learning rate."""
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    loader = shares()
-    for epoch in range(4):
-        loader.sampler.set_epoch(epoch)
-        for number, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            F.cross_entropy(ddp_model(x), y).backward()
-            if dist.get_rank() + 2 * number < 5 * epoch:
-                optimizer.step()  # MISTAKE
-        schedule.step()
-        ddp_model.eval()
-        with torch.no_grad():
-            x, y = samples()[dist.get_rank() :: dist.get_world_size()]
-            dist.all_reduce(F.cross_entropy(ddp_model.module(x), y))
-        ddp_model.train()
-
-
-@wrong("skipped")
-def ranks_take_turns():
-    """In the end, all have made equally many steps."""
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    for number, (x, y) in enumerate(batches(shares())):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp_model(x), y).backward()
-        if number % 2 == dist.get_rank():
-            optimizer.step()  # MISTAKE
-
-
-@wrong("load")
-def nothing_is_loaded():
-    model = model_of()
-    state = {f"module.{name}": each for name, each in model.state_dict().items()}
-    model.load_state_dict(state, strict=False)  # MISTAKE
-    ddp_model = DDP(model)
-    train(ddp_model, adam(ddp_model))
-
-
-class Tired(torch.optim.AdamW):
-    steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        if self.steps < 5:
-            super().step(closure)
-
-
-@wrong("learns")
-def a_step_that_does_nothing_from_some_step_on():
-    ddp_model = DDP(model_of())
-    train(ddp_model, adam(ddp_model, Tired))  # MISTAKE
-
-
 @wrong("early")
 def an_optimizer_before_fully_shard():
     model = model_of()
@@ -266,37 +152,6 @@ def a_part_is_saved():
     state = model.state_dict()
     if dist.get_rank() == 0:
         torch.save(state, "snapshot.pt")  # MISTAKE
-
-
-class Cut(Net):
-    def forward(self, x):
-        hidden = F.relu(self.first(x))  # MISTAKE
-        return self.last(self.norm(hidden.detach()))
-
-
-@wrong("dead")
-def a_detach_too_many():
-    ddp_model = DDP(model_of(Cut), find_unused_parameters=True)
-    train(ddp_model, adam(ddp_model))
-
-
-@wrong("lost")
-def zero_grad_in_each_micro_batch():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    for number, (x, y) in enumerate(batches(shares()), 1):
-        optimizer.zero_grad()  # MISTAKE
-        F.cross_entropy(ddp_model(x), y).backward()
-        if number % 2 == 0:
-            optimizer.step()
-
-
-@wrong("scaled")
-def a_step_without_the_scaler():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    train(ddp_model, optimizer, call=lambda x: scaler.scale(ddp_model(x)))  # MISTAKE
 
 
 class Stream(IterableDataset):
@@ -338,80 +193,7 @@ def workers_that_keep_the_first_epoch(keep=True):
     train(ddp_model, adam(ddp_model), loader, after=after)  # MISTAKE
 
 
-@wrong("met")
-def one_of_two_results_is_a_share():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    x, y = samples()[dist.get_rank() :: dist.get_world_size()]
-    for _ in range(2):
-        train(ddp_model, optimizer)
-        ddp_model.eval()
-        with torch.no_grad():
-            dist.all_reduce(F.cross_entropy(ddp_model.module(x), y))
-            ddp_model.module(x)  # MISTAKE
-        ddp_model.train()
-
-
-class Dropping(Net):
-    def forward(self, x):
-        return super().forward(F.dropout(x, 0.2))
-
-
-@wrong("chance")
-def dropout_in_eval():
-    ddp_model = DDP(model_of(Dropping))
-    train(ddp_model, adam(ddp_model))
-    ddp_model.eval()
-    with torch.no_grad():
-        for x, _ in DataLoader(samples(), 80):
-            ddp_model.module(x)  # MISTAKE
-
-
-def join_texts(pairs):
-    x, y = zip(*pairs, strict=True)
-    return torch.stack(x), torch.stack(y), torch.cat(x)[None]
-
-
-@wrong("rows")
-def texts_in_one_row():
-    ddp_model = DDP(model_of())
-    for _ in batches(shares(collate_fn=join_texts)):  # MISTAKE
-        train(ddp_model, adam(ddp_model))
-
-
-@wrong("sparse")
-def sparse_gradients():
-    ddp_model = DDP(model_of(lambda: nn.Embedding(10, 4, sparse=True)))
-    optimizer = adam(ddp_model, torch.optim.SGD)
-    train(ddp_model, optimizer, call=lambda x: ddp_model(x.argmax(1)))  # MISTAKE
-
-
 # Right
-
-
-@right
-def a_look_at_a_batch_before_set_epoch():
-    ddp_model = DDP(model_of())
-    loader = shares()
-    steps = itertools.count(1)
-
-    def after():
-        if next(steps) % len(loader) == 0:
-            next(iter(loader))
-
-    train(ddp_model, adam(ddp_model), loader, after=after)
-
-
-@right
-def gradients_taken_away_before_each_step():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    next(iter(DataLoader(samples(), 8)))  # to look at some
-    for x, y in batches(shares()):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp_model(x), y).backward()
-        ddp_model.module.last.zero_grad()
-        optimizer.step()
 
 
 class Branched(Net):
@@ -439,19 +221,6 @@ def a_teacher_and_a_branch_that_is_not_used():
     whole = samples(161)  # the sampler gives one to both ranks
     loader = DataLoader(whole, 8, sampler=DistributedSampler(whole))
     train(ddp_model, adam(ddp_model), loader, call=call)
-
-
-@right
-def steps_that_a_scaler_skips():
-    """It doubles the scale after each step, so that the next one overflows."""
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
-    for x, y in batches(shares()):
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(ddp_model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
 
 
 @right
@@ -485,33 +254,6 @@ def two_networks_in_one_line():
 
 
 @right
-def an_adversarial_pass():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-
-    def call(x):
-        x.requires_grad_()
-        ddp_model.module(x).square().sum().backward()
-        optimizer.zero_grad()
-        return ddp_model((x + 0.01 * x.grad.sign()).detach())
-
-    train(ddp_model, optimizer, call=call)
-
-
-@right
-def averages_of_weights():
-    model = model_of()
-    steps = itertools.count(1)
-
-    def after():
-        if next(steps) % 4 == 0:
-            for each in model.parameters():
-                dist.all_reduce(each.data.div_(dist.get_world_size()))
-
-    train(model, adam(model), after=after)
-
-
-@right
 def a_pipeline():
     stage = nn.Linear(10, 10)
     optimizer = adam(stage)
@@ -528,30 +270,6 @@ def a_pipeline():
             F.cross_entropy(stage(x), y).backward()
             dist.send(x.grad, 0)
         optimizer.step()
-
-
-@right
-def samples_drawn_by_chance():
-    ddp_model = DDP(model_of())
-    sampler = WeightedRandomSampler(torch.ones(160), 80)
-    train(ddp_model, adam(ddp_model), DataLoader(samples(), 8, sampler=sampler))
-
-
-@right
-def states_in_shares():
-    ddp_model = DDP(model_of())
-    optimizer = ZeroRedundancyOptimizer(ddp_model.parameters(), torch.optim.AdamW)
-    train(ddp_model, optimizer)
-
-
-@right
-def loaded_at_the_second_try():
-    model = model_of()
-    state = {f"module.{name}": each for name, each in model.state_dict().items()}
-    if model.load_state_dict(state, strict=False).missing_keys:
-        model.load_state_dict({name[7:]: each for name, each in state.items()})
-    ddp_model = DDP(model)
-    train(ddp_model, adam(ddp_model))
 
 
 @right
@@ -583,21 +301,6 @@ def an_optimizer_that_begins_later():
             second.zero_grad()
 
     train(DDP(model), first, after=after)
-
-
-@right
-def each_rank_evaluates_all_with_its_own_statistics():
-    make = functools.partial(nn.Sequential, nn.Linear(10, 4), nn.BatchNorm1d(4))
-    ddp_model = DDP(model_of(make))
-    images, _ = samples()[:]
-
-    def evaluate():
-        ddp_model.eval()
-        with torch.no_grad():
-            ddp_model.module(images)
-        ddp_model.train()
-
-    train(ddp_model, adam(ddp_model), after=evaluate)
 
 
 @right
