@@ -16,6 +16,7 @@ pytestmark = pytest.mark.waits
 BEFORE = "docs/convert_your_script/before.py"
 STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
+SHARDED = "docs/shard_your_model/after_fsdp.py"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 TOGETHER = [*TORCHRUN, "after.py", "--epochs=2"]
 
@@ -191,10 +192,12 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
     [
         (ALONE, [], 0, "resumed at step 17"),
         (TOGETHER, [(STATE, "")], 1, "after step 17"),
+        ([*TORCHRUN, "after_fsdp.py", "--epochs=2"], [], 0, "resumed at step 16"),
     ],
 )
 def test_kill(tmp_path, words, changes, status, said):
     plant(STEP1, tmp_path)
+    plant(SHARDED, tmp_path)
     plant(AFTER, tmp_path, *changes)
     words = "--kill=20", "--snapshot=stripes_snapshot.pt", *words
     done = typed(tmp_path, *words, hooks=[use_forks])

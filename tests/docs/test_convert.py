@@ -18,6 +18,7 @@ REST = "docs/adapt_your_script.md"
 BEFORE = "docs/convert_your_script/before.py"
 STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
+SHARDED = "docs/shard_your_model/after_fsdp.py"
 SNAPSHOT = "stripes_snapshot.pt"
 
 
@@ -56,6 +57,20 @@ def test_two_processes_save_what_one_saves(tmp_path):
     two = torchrun(AFTER, "--epochs", 7, cwd=tmp_path)
     for done, epochs in (one, "5 of 6"), (two, "6 of 7"):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
+
+
+@pytest.mark.waits
+def test_the_sharded_script_trains_and_resumes_as_ddp_does(tmp_path):
+    """Both start with rank 0's weights, though rank 1 has made others."""
+    make = "    model = Net().to(device)\n"
+    others = make, f"{make}    model.linear.bias.data += rank\n"
+    whole = plant(AFTER, tmp_path / "whole", others)
+    parts = plant(SHARDED, tmp_path / "parts", others)
+    for script, epochs in (whole, 2), (parts, 1), (parts, 2):
+        done = torchrun(script, "--epochs", epochs, cwd=script.parent)
+    assert "resuming: 1 of 2 epochs are finished" in done.stdout
+    states = [load(path.with_name(SNAPSHOT))["MODEL_STATE"] for path in (whole, parts)]
+    assert same_bits(*states)
 
 
 @pytest.mark.waits
@@ -186,10 +201,11 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
 
 
 @pytest.mark.waits
-def test_no_gloo_thread_outlives_after(tmp_path):
+@pytest.mark.parametrize("script", [AFTER, SHARDED])
+def test_no_gloo_thread_outlives_it(script, tmp_path):
     log = tmp_path / "threads"
     log.mkdir()
     why = "threads that outlive a script do so in a new interpreter alone"
     env = {"real": why, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-    torchrun(AFTER, "--epochs=1", cwd=tmp_path, **env)
+    torchrun(script, "--epochs=1", cwd=tmp_path, **env)
     assert [path.read_text() for path in log.iterdir()] == ["[]", "[]"]

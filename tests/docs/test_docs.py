@@ -72,10 +72,9 @@ def test_each_page_says_where_to_go_on():
         )
         following[f"{name}.md"] = found[1] if found else None
     silent = {page for page in following if not following[page]}
-    # Two other pages, and the one that leads from its last step to the audit
-    assert silent <= {"5_minGPT.md", "shard_your_model.md", "convert_your_script.md"}
+    assert silent <= {"5_minGPT.md"}  # it has as many words as a page may have
     for name, target in itertools.pairwise(WAY.split()):
-        assert following[f"{name}.md"] in (f"{target}.md", None), name
+        assert following[f"{name}.md"] == f"{target}.md", name
     assert following["theory.md"] == "3_fault_tolerance.md"
 
 
