@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 import zlib
 from importlib.machinery import PathFinder
@@ -152,11 +153,16 @@ def where():
 
 
 def unwatched():
-    """Whether PyTorch records this code to repeat it: then it must stay as it is."""
+    """Whether PyTorch records this code to repeat it: then it must stay as it is.
+
+    Or it makes a step that changes nothing, to have an optimizer state to load into.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     modes = torch._C._TorchDispatchModeKey
-    if any(map(torch._C._get_dispatch_mode, (modes.FAKE, modes.PROXY))):
+    recorded = any(map(torch._C._get_dispatch_mode, (modes.FAKE, modes.PROXY)))
+    running = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+    if recorded or "_init_optim_state" in running:
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -246,8 +252,11 @@ def plain(name):
 
 
 def tensors_in(value):
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def hashes(value, count=None):
@@ -600,18 +609,23 @@ class Evaluations:
 
         A network that stays in training mode may differ between ranks.
         """
-        again = self.last_read.get(where()) == watch.now
-        self.last_read[where()] = watch.now
+        lines = where()
+        again = self.last_read.get(lines) == watch.now
+        self.last_read[lines] = watch.now
         if not again and watch.steps.reads() and not training:
             state = dict(module.named_parameters())
             for prefix, part in module.named_modules():
                 for name, buffer in part.named_buffers(recurse=False):
                     if name not in part._non_persistent_buffers_set:
                         state[f"{prefix}.{name}".strip(".")] = buffer
-            key = [where(), watch.now]
-            watch.emit("state", key=key, value=sizes(state), inputs=hashes(inputs))
+            watch.emit(
+                "state",
+                key=[lines, watch.now],
+                value=sizes(state),
+                inputs=hashes(inputs),
+            )
         if any(parameter in watch.steps.held for parameter in parameters):
-            result = self.results.setdefault(where(), {"value": []})
+            result = self.results.setdefault(lines, {"value": []})
             result["met"] = None
             if len(result["value"]) < TESTED:
                 result["value"] += hashes(inputs)
@@ -699,8 +713,7 @@ class Steps:
             passes.hints.setdefault("unsent", passes.unsent)
         self.look_at_gradients(optimizer)
         if settings.get("every_step"):
-            state = random_state(parameters_of(optimizer)[0])
-            drawn = watch.batches.iterations, state
+            drawn = watch.batches.iterations, random_state(parameters_of(optimizer)[0])
             if self.drawn not in (None, drawn) and self.drawn[0] == drawn[0]:
                 watch.note("noise")  # beginning an epoch draws a number, too
             self.drawn = drawn
@@ -903,9 +916,8 @@ class Files:
 
     def load(self, result, module, state_dict, *args, **kwargs):
         """A script may try again with other names."""
-        nothing = 0 < len(state_dict) == len(result.unexpected_keys)
-        wrong = "nothing was loaded" if nothing else ""
-        watch.emit("load", key=id(module), wrong=wrong)
+        none = 0 < len(state_dict) == len(result.unexpected_keys)
+        watch.emit("load", key=id(module), wrong="nothing was loaded" if none else "")
 
     def save(self, obj, f, *args, **kwargs):
         path = getattr(f, "name", None) if hasattr(f, "write") else f
@@ -940,10 +952,9 @@ class Files:
 
 def named_tensors(snapshot):
     """[(key, tensor), ...]"""
-    leaves = torch.utils._pytree.tree_leaves_with_path(snapshot)
     return [
         (str(getattr(path[-1], "key", "")), leaf)
-        for path, leaf in leaves
+        for path, leaf in torch.utils._pytree.tree_leaves_with_path(snapshot)
         if isinstance(leaf, torch.Tensor)
     ]
 
@@ -955,8 +966,6 @@ def watch_batches():
     advance = iterator.__next__
     length = loader.__len__
     most = settings.get("batches") or sys.maxsize
-    deliver = safe("batches.deliver")
-    exhaust = safe("batches.exhaust")
 
     @functools.wraps(advance)
     def watched(self):
@@ -965,9 +974,9 @@ def watch_batches():
                 raise StopIteration
             data = advance(self)
         except StopIteration:
-            exhaust(self)
+            safe("batches.exhaust")(self)
             raise
-        deliver(data, self)
+        safe("batches.deliver")(data, self)
         return exact(data) if settings.get("like") else data
 
     iterator.__next__ = watched
@@ -979,11 +988,11 @@ def watch_batches():
 
 def exact(value):
     """The tensors of a value in float64."""
-
-    def cast(tensor):
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.double() if tensor.is_floating_point() else tensor,
+        value,
+    )
 
 
 def make_exact(module, args):
@@ -1063,8 +1072,12 @@ def hook():
     torch._audited = True
     for name in PRIVATE.split():
         pkgutil.resolve_name(name)  # a new version of PyTorch may lack one of them
-    library = os.path.dirname(os.__file__)
-    not_the_readers = (library, os.path.dirname(torch.__file__), __file__, "<")
+    not_the_readers = (
+        os.path.dirname(os.__file__),
+        os.path.dirname(torch.__file__),
+        __file__,
+        "<",
+    )
     watch = Watch()
     watch.emit("torch")
 
