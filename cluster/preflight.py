@@ -175,6 +175,8 @@ def describe_host(args, config, endpoint, is_endpoint):
     announced = args.local_addr or socket.getfqdn()  # by torchrun, to the others
     c10d = several and args.rdzv_backend == "c10d"
     asks = c10d and "is_host" not in config.rdzv_configs  # whether it is the endpoint
+    # torchrun's own answer, by a function that another PyTorch may not have
+    is_host = getattr(rendezvous, "_matches_machine_hostname", None)
     cure = f"in torchrun's line: --local-addr={address}"
     if several and announced.startswith("localhost"):
         add("FAIL", "it would tell the others to connect to localhost", cure)
@@ -184,7 +186,7 @@ def describe_host(args, config, endpoint, is_endpoint):
         tell = f"echo '{address} {own}' >> /etc/hosts"
         cure = tell if own == endpoint else f"{tell}; or {cure}"
         add("FAIL", "it does not know its own name: torchrun would crash or hang", cure)
-    elif asks and rendezvous._matches_machine_hostname(endpoint) != is_endpoint:
+    elif asks and is_host and is_host(endpoint) != is_endpoint:
         would = "would not" if is_endpoint else "would"
         cure = f"in torchrun's line: --rdzv-conf=is_host={is_endpoint}"
         add("FAIL", f"torchrun {would} take it for the endpoint, {endpoint}", cure)

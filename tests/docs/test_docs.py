@@ -72,7 +72,7 @@ def test_each_page_says_where_to_go_on():
         )
         following[f"{name}.md"] = found[1] if found else None
     silent = {page for page in following if not following[page]}
-    assert silent <= {"5_minGPT.md"}  # it has as many words as a page may have
+    assert not silent
     for name, target in itertools.pairwise(WAY.split()):
         assert following[f"{name}.md"] == f"{target}.md", name
     assert following["theory.md"] == "3_fault_tolerance.md"

@@ -6,7 +6,7 @@ where there is no chromium. test_side_by_side.py tests the pages of two scripts.
 
 import html
 import re
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import pytest
 
@@ -97,3 +97,35 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
         assert not tab.locator(".table-wrapper").evaluate_all(SCROLLS), name
         if name in KINDS:
             check_barriers(tab)
+
+
+SEARCHES = {
+    "batchnorm": "adapt_your_script.html#test-a-model-with-batch-normalization",
+    "class weights": "make_it_real.html#use-class-weights",
+    "Colab": "make_it_real.html#try-two-gpus",
+    "dataloader workers": "real_job.html#load-the-data-in-workers",
+    "find_unused_parameters": "troubleshooting.html#expected-to-have-finished",
+    "flash attention": "8_slower.html",
+    "gradient clipping FSDP": "shard_your_model.html#avoid-what-goes-wrong",
+    "IterableDataset": "8_slower.html#share-out-an-iterabledataset",
+    "Kaggle": "make_it_real.html#try-two-gpus",
+    "loss spikes": "troubleshooting.html#the-loss-spikes",
+    "memory leak": "troubleshooting.html#cuda-out-of-memory",
+    "multigpu.py": "2_multigpu.html",
+    "NCCL_P2P_DISABLE": "make_it_real.html",
+    "NCCL timeout": "it_hangs.html",
+    "ready only once": "troubleshooting.html#expected-to-mark",
+    "record_memory_history": "make_it_real.html",
+    "resume dataloader": "preemptible.html#leave-out",
+    "slurm container": "slurm.html",
+    "sparse gradients": "adapt_your_script.html",
+    "warmup": "real_job.html#change-the-learning-rate",
+}
+
+
+def test_a_search_finds_the_right_place_first(visit, address):
+    tab = visit("index.html")
+    for query, place in SEARCHES.items():
+        tab.goto(f"{address}search.html?q={quote(query)}")
+        first = tab.locator("#search-results li > a").first
+        assert first.get_attribute("href").startswith(place), query

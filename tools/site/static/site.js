@@ -37,13 +37,27 @@ const reach = new ResizeObserver((entries) => {
 const wide = "article pre, article .table-wrapper";
 for (const box of all(wide)) reach.observe(box);
 
+// What people type, and words of the heading that answers it
+const MEANT = {
+  "oom": "out of memory",
+  "memory leak": "cuda out of memory",
+  "warmup": "learning rate in every step",
+  "find_unused_parameters": "finished reduction",
+  "gradient clipping fsdp": "wrong in silence",
+  "gradient checkpointing": "keep fewer activations",
+  "resume dataloader": "leave out what is trained already",
+  "dataloader workers": "load the data in workers",
+  "batchnorm": "with batch normalization",
+  "ema": "average the weights",
+};
+
 // In a search, the pages of a script that is named come first, then headings with all
 // words of the query. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
   const search = Search._performSearch;
   Search._performSearch = (query, ...terms) => {
     const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")];
-    const words = typed.replace(/\boom\b/, "out of memory").split(/\s+/);
+    const words = (MEANT[typed] ?? typed).split(/\s+/);
     const has = (title) => words.every((x) => ` ${title.toLowerCase()}`.includes(x));
     const { alltitles, docnames, filenames, titles } = Search._index;
     const headings = Object.entries(alltitles)
