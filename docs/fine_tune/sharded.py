@@ -1,0 +1,160 @@
+"""fine_tune.py with fully_shard: each process keeps a part of the model.
+
+Parent: docs/fine_tune/fine_tune.py
+
+torchrun --standalone --nproc-per-node=2 docs/fine_tune/sharded.py
+"""
+
+import argparse
+import gc
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Imported before the process group is made: DDP would import it later, and it would
+# keep the group alive to the end, where a thread of gloo can abort or hang the exit.
+import torch.distributed.nn.functional
+import torch.nn as nn
+import torch.nn.functional as F
+from pretrain import Net, make_data
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
+
+SNAPSHOT = "tuned_sharded.pt"
+WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def get_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--frozen-epochs", type=int, default=5)
+    parser.add_argument("--no-cuda", action="store_true")
+    return parser.parse_args()
+
+
+def load_pretrained():
+    model = Net()
+    state = torch.load("pretrained.pt", map_location="cpu", weights_only=True)
+    model.load_state_dict(state)
+    model.head = nn.Linear(64, 1)  # for the new task
+    return model
+
+
+def make_optimizer(model):
+    body = {"params": model.body.parameters(), "lr": 0.001}  # skipped while frozen
+    head = {"params": model.head.parameters(), "lr": 0.01}
+    return torch.optim.AdamW([body, head])
+
+
+def sum_over_processes(values, device):
+    """The sum of each of `values` over all processes. All of them must call this."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def train(model, device, loader, optimizer):
+    model.train()
+    model.body.eval()  # else batch normalization's statistics move, also if frozen
+    for source, targets in loader:
+        source, targets = source.to(device), targets.to(device)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(source), targets)
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def test(model, device, loader):
+    model.eval()
+    loss = 0.0
+    for source, targets in loader:
+        source, targets = source.to(device), targets.to(device)
+        loss += F.mse_loss(model(source), targets, reduction="sum").item()
+    total = len(loader.dataset)
+    loss, total = sum_over_processes([loss, total], device)
+    return loss / total
+
+
+def save_atomically(snapshot, path):
+    """A kill at any moment leaves the old file or the new one, whole."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(snapshot, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def save_once(values, path):
+    if dist.get_rank() == 0:
+        save_atomically(values, path)
+
+
+def main():
+    args = get_args()
+    torch.manual_seed(1)  # the same split and the same new head on each process
+    use_cuda = not args.no_cuda and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if use_cuda else "gloo"
+    device_id = torch.cuda.current_device() if use_cuda else None
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set, test_set = random_split(make_data(512, 1), [256, 256])
+    # Whole batches only, so that every step averages over equally many samples.
+    sampler = DistributedSampler(train_set, drop_last=True)
+    batch_size = args.batch_size // world_size
+    train_loader = DataLoader(
+        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+    )
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+
+    model = load_pretrained().to(device)
+    mesh = dist.init_device_mesh(device.type, (world_size,))
+    for block in [model.body, model.head, model]:  # your blocks, then the model
+        fully_shard(block, mesh=mesh)
+    optimizer = make_optimizer(model)
+
+    epochs_run = 0
+    if os.path.exists(SNAPSHOT):
+        snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
+        epochs_run = snapshot["EPOCHS_RUN"]
+        model.body.requires_grad_(epochs_run > args.frozen_epochs)  # as it was saved
+        state_dict.set_model_state_dict(model, snapshot["MODEL_STATE"], options=WHOLE)
+        state_dict.set_optimizer_state_dict(
+            model, optimizer, snapshot["OPTIMIZER_STATE"], options=WHOLE
+        )
+        print_once(f"resuming: {epochs_run} of {args.epochs} epochs are finished")
+
+    for epoch in range(epochs_run + 1, args.epochs + 1):
+        sampler.set_epoch(epoch)
+        model.body.requires_grad_(epoch > args.frozen_epochs)
+        train(model, device, train_loader, optimizer)
+        loss = test(model, device, test_loader)
+        print_once(f"epoch {epoch}: test loss {loss:.4f}")
+        snapshot = {
+            "MODEL_STATE": state_dict.get_model_state_dict(model, options=WHOLE),
+            "OPTIMIZER_STATE": state_dict.get_optimizer_state_dict(
+                model, optimizer, options=WHOLE
+            ),
+            "EPOCHS_RUN": epoch,
+        }
+        save_once(snapshot, SNAPSHOT)
+    vars(mesh).clear()  # PyTorch keeps it, and it would keep the process group
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    dist.destroy_process_group()  # once the model is gone
