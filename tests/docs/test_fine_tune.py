@@ -19,7 +19,8 @@ SHARDED = "docs/fine_tune/sharded.py"
 @pytest.fixture
 def tune(tmp_path):
     """`tune(script, *options, nprocs=2)`: what it prints, beside a pretrained.pt."""
-    assert run_script(ROOT / PRETRAIN, cwd=tmp_path).returncode == 0
+    done = run_script(ROOT / PRETRAIN, cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert done.returncode == 0, done.stderr
 
     def run(script, *options, nprocs=2, status=0):
         words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
