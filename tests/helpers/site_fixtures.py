@@ -80,6 +80,17 @@ def visit(browser, address):
     assert not wrong
 
 
+def check_picture(name, svg, folder):
+    """docs/pictures/NAME.svg is what a script of the site draws, with its style."""
+    css = ROOT / f"tools/site/static/{name.removesuffix('_narrow')}.css"
+    style, _, _ = css.read_text().partition("\n\n")
+    svg = svg.replace(">", f"><style>\n{style}\n</style>", 1) + "\n"
+    kept = ROOT / f"docs/pictures/{name}.svg"
+    drawn = folder / kept.name
+    drawn.write_text(svg)
+    assert kept.read_text() == svg, f"stale: cp {drawn} {kept}"
+
+
 # Once site.js has looked at what scrolls sideways in the new width: with all unfolded,
 # what axe-core finds.
 BARRIERS = """async () => {

@@ -280,10 +280,8 @@ def run_all(pages):
     outputs = {}
     problems = []
     names = [page.name for page in pages]
-    known = set()
-    for proof in record.read():
-        if proof.kind in names and proof.by == PLACE:
-            known.add(proof)
+    here = [proof for proof in record.read() if proof.by == PLACE]
+    known = {proof for proof in here if proof.kind in names}
     proofs = {
         command: proof_of(command, command.shown()) for command in commands_of(pages)
     }

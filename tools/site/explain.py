@@ -26,8 +26,11 @@ TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
 def shown(app, docname, page, block):
     """What stands between a block's markers on the site: its diff, or a switch."""
-    right_block = switches(page).get(block.line)
-    if right_block:
+    rights = right_outputs(page)
+    right_block = rights.get(block.line)
+    explains = block.anchor in page.explaining()
+    # A block that is the right output of another switch stays as it is.
+    if explains and right_block and block not in rights.values():
         right = page.output_of(right_block)
         wrong = page.output_of(block)
         context = {
@@ -55,17 +58,6 @@ def shown(app, docname, page, block):
 def raw(html):
     """A fence that Sphinx shows as this HTML."""
     return ["``````{raw} html", html, "``````"]
-
-
-def switches(page):
-    """{line of a block with a wrong output: the block with the right one}"""
-    rights = right_outputs(page)
-    found = {}
-    for block in page.blocks:
-        # A block that is the right output of a switch stays as it is.
-        if block.anchor in page.explaining() and block not in rights.values():
-            found[block.line] = rights.get(block.line)
-    return found
 
 
 @functools.cache
@@ -102,16 +94,12 @@ def diff_html(old, new, lines):
 
 def losses(right, wrong):
     """[(epoch, held-out loss, that of the wrong output)], as far as both have it."""
-    of_right = losses_by_epoch(right)
-    of_wrong = losses_by_epoch(wrong)
+    line = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
+    # Of an epoch that is printed twice, the first line counts.
+    of_right = dict(reversed(re.findall(line, right)))
+    of_wrong = dict(reversed(re.findall(line, wrong)))
     epochs = sorted(of_right.keys() & of_wrong.keys())
     return [(epoch, of_right[epoch], of_wrong[epoch]) for epoch in epochs]
-
-
-def losses_by_epoch(output):
-    """{epoch: the first held-out loss that is printed of it}"""
-    found = re.findall(r"(?m)^epoch (\d+)/.* held-out loss (\S+)", output)
-    return dict(reversed(found))
 
 
 def masked(text):

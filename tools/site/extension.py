@@ -6,7 +6,6 @@ repository that a chapter links to.
 """
 
 import itertools
-import re
 from pathlib import Path
 
 from docutils import nodes
@@ -53,9 +52,8 @@ def beside(block):
         return [("side_by_side/index.html", "any two of the scripts")]
     url = f"{page_of(block.old, block.new)}.html"
     of = f"of {len(hunks(block.old, block.new))}"
-    changes = []
-    for hunk in block.hunks:
-        changes.append((f"{url}#hunk-{hunk.number}", f"change {hunk.number} {of}"))
+    numbers = [hunk.number for hunk in block.hunks]
+    changes = [(f"{url}#hunk-{number}", f"change {number} {of}") for number in numbers]
     return changes or [(url, f"{block.old} and {block.new}")]
 
 
@@ -115,7 +113,7 @@ def make_pages(app):
         "sizes": {pair: len(changed_lines(*pair)) for pair in pairs},
         "files": files,
     }
-    yield "index", home(explained), "home.html"
+    yield "index", home(), "home.html"
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
     for old, new in pairs:
         places = explain(old, new, explained)
@@ -132,7 +130,12 @@ def make_pages(app):
         yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
 
 
-OPTION = r'<span class="pre">(?=-[^<]{1,30}<)'  # it does not break behind its hyphens
+EXTRAS = {  # {a page, or the folder of several: its own style and script}
+    "index": "slow_motion",
+    "predict": "one_step",
+    "side_by_side": "side_by_side",
+    "source": "side_by_side",
+}
 
 
 def add_to_page(app, pagename, templatename, context, doctree):
@@ -140,13 +143,10 @@ def add_to_page(app, pagename, templatename, context, doctree):
     context["master_doc"] = "index"
     if doctree:
         context["body"] = sized(context["body"])
-        context["body"] = re.sub(OPTION, '<span class="pre option">', context["body"])
-    if pagename.startswith(("side_by_side/", "source/")):
-        app.add_css_file("side_by_side.css", priority=900)
-        app.add_js_file("side_by_side.js", priority=900, loading_method="defer")
-    if pagename == "predict":
-        app.add_css_file("one_step.css", priority=900)
-        app.add_js_file("one_step.js", priority=900, loading_method="defer")
+    name = EXTRAS.get(pagename.partition("/")[0])
+    if name:
+        app.add_css_file(f"{name}.css", priority=900)
+        app.add_js_file(f"{name}.js", priority=900, loading_method="defer")
 
 
 def setup(app):

@@ -153,11 +153,9 @@ def explain(old, new, explained):
     own = explained.get((old, new), {})
     places = {}
     for hunk in hunks(old, new):
-        found = [own[hunk.number]] if hunk.number in own else []
-        if not found:
-            found = [place for other, place in on_the_way if share_a_line(hunk, other)]
-        if not found:
-            found = [place for other, place in on_the_way if other.scope == hunk.scope]
+        near = [place for other, place in on_the_way if share_a_line(hunk, other)]
+        around = [place for other, place in on_the_way if other.scope == hunk.scope]
+        found = [own[hunk.number]] if hunk.number in own else near or around
         places[hunk.number] = list(dict.fromkeys(found))
     return places
 

@@ -18,6 +18,9 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
   });
 }
 
+// An option does not break behind its hyphens.
+for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent));
+
 // The empty corner of a table is no header.
 for (const header of all("article th"))
   if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));

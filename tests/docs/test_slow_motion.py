@@ -1,0 +1,106 @@
+"""The start page's step in slow motion: it draws what two ranks did."""
+
+import json
+from statistics import correlation, mean
+
+import pytest
+from torch.utils._pytree import tree_map
+
+from tests.helpers.site_fixtures import check_barriers, check_picture
+from tools.site.slow_motion import RECORD, record
+
+pytestmark = pytest.mark.waits  # for a browser
+
+KEPT = json.loads(RECORD.read_text())
+TAKEN, LOSS, OWN, USED, WEIGHT = range(5)  # what a rank notes in a step
+# Of each picture of a run from its first gradient on
+LOOK = """(key) => frames(read(key)).map((frame, index) => {
+    const place = document.querySelector(".drawing");
+    [place.innerHTML] = draw(key, index, 760);
+    const all = (selector) => [...place.querySelectorAll(selector)];
+    const number = (text) => Number(text.textContent);
+    const x = (circle) => circle.cx.baseVal.value;
+    frame.samples = all(".taken .number").map(number);
+    frame.gradients = all(".gradient circle").map(x);
+    frame.weights = all(".weight circle").map(x);
+    frame.losses = Array.from(all(".loss")[0].points, (point) => point.y);
+    frame.heldOut = all(".held-out").map(number);
+    return frame;
+}).filter((frame) => frame.phase)"""
+
+
+def test_a_run_does_what_is_recorded():
+    def near(value):
+        return pytest.approx(value, abs=1e-3)
+
+    stale = "stale: python -m tools.site.slow_motion"
+    assert record() == tree_map(near, KEPT), stale
+
+
+def test_each_picture_shows_the_record(visit):
+    """Samples as numbers; gradients, weights and losses as places, all to scale."""
+    tab = visit("index.html")
+    drawn = {"gradients": [], "weights": [], "losses": []}
+    for key, noted in KEPT.items():
+        if isinstance(noted, str):
+            assert noted in tab.evaluate("(key) => draw(key, 0, 760)[1]", key)
+            continue
+        (own, held_out), (other, _) = noted
+        for frame in tab.evaluate(LOOK, key):
+            phase = frame["phase"]
+            done = len(own) // 3 * frame["epoch"] + frame["step"] + 1
+            steps = [*zip(own, other, strict=True)][:done]
+            moved = steps if phase > 1 else steps[:-1]
+            samples = [rank[TAKEN] for step in steps for rank in step]
+            assert frame["samples"] == sum(samples, [])
+            ended = held_out[: frame["epoch"] + (phase == 3)]
+            assert frame["heldOut"] == pytest.approx(ended, abs=0.006)
+            gradient = OWN if phase == 1 else USED
+            expected = {
+                "gradients": [rank[gradient] for rank in steps[-1]],
+                "weights": [rank[WEIGHT] for rank in moved[-1]] if moved else [],
+                "losses": [mean(rank[LOSS] for rank in step) for step in steps],
+            }
+            for name, values in expected.items():
+                drawn[name] += zip(values, frame[name], strict=True)
+    for name, pairs in drawn.items():
+        assert abs(correlation(*zip(*pairs, strict=True))) > 0.99999, name
+
+
+def test_the_page_holds_the_pictures_of_the_right_run(visit, tmp_path):
+    """For readers without JavaScript."""
+    tab = visit("index.html")
+    for name, width in [("slow_motion", 760), ("slow_motion_narrow", 358)]:
+        svg, words = tab.evaluate("(width) => draw(RIGHT, -1, width)", width)
+        check_picture(name, svg, tmp_path)
+    tab = visit("index.html", java_script_enabled=False)
+    assert tab.get_by_role("img", name=words).is_visible()
+    assert not tab.get_by_role("button", name="Play").is_visible()
+
+
+def test_keys_and_taps(visit):
+    tab = visit("index.html", has_touch=True)
+    tab.clock.install()
+    figure = tab.get_by_role("figure", name="A step in slow motion")
+    status = figure.get_by_role("status")
+    figure.get_by_label("ddp_model").tap()  # now it plays
+    tab.clock.run_for(7000)
+    figure.press(" ")
+    assert "DDP sends no gradient" in status.text_content()
+    assert "The weights are 0.04 apart" in status.text_content()
+    figure.press("ArrowRight")
+    tab.clock.run_for(7000)
+    assert "Epoch 1, step 2" in status.text_content()
+    figure.press("ArrowLeft")
+    assert "The weights are 0.04 apart" in status.text_content()
+    figure.get_by_role("button", name="Play").tap()
+    tab.clock.run_for(60_000)
+    assert "each rank trains a model of its own" in status.text_content()
+    figure.get_by_role("button", name="Back").tap()
+    figure.get_by_role("button", name="Step").tap()
+    assert "Epoch 3 ends" in status.text_content()
+    check_barriers(tab)
+    # Where motion is not wanted, a switch leads to the end at once.
+    figure.get_by_label("set_epoch").tap()
+    assert "every epoch has the order of the first" in status.text_content()
+    assert not tab.evaluate("document.getAnimations().length")

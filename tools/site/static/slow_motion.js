@@ -1,0 +1,232 @@
+// The start page's step in slow motion. All numbers are those that two ranks of
+// multigpu.py noted (tools/site/slow_motion.py); this file draws them.
+"use strict";
+
+const RECORD = JSON.parse(document.getElementById("slow-motion-record").textContent);
+const EPOCHS = 3, SAMPLES = 16, RANKS = [0, 1], RIGHT = "000";
+const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
+const same = (x, y) => String(x) === String(y);
+const mean = (x, y) => (x + y) / 2;
+
+// What the two ranks noted: epochs[e].steps[i][rank] is { taken, loss, own, used, weight },
+// where `own` is a gradient before the ranks may average it, and `used` the one after.
+function read(key) {
+  const noted = RECORD[key];
+  if (typeof noted === "string") return { key, error: noted, epochs: [] };
+  const steps = noted[0][0].map((_, i) => noted.map(([its]) => {
+    const [taken, loss, own, used, weight] = its[i];
+    return { taken, loss, own, used, weight };
+  }));
+  const each = steps.length / EPOCHS, [, losses] = noted[0];
+  const epochs = losses.map((heldOut, e) => ({ heldOut, steps: steps.slice(e * each, (e + 1) * each) }));
+  const order = ({ steps }) => steps.map((step) => step.map((x) => x.taken));
+  for (const epoch of epochs.slice(1)) epoch.repeats = same(order(epoch), order(epochs[0]));
+  const [averages, announces] = [...key].map((off) => off === "0");
+  return { key, epochs, averages, announces, overlaps: same(...steps[0].map((x) => x.taken)) };
+}
+const EVERY = Object.keys(RECORD).flatMap((key) => read(key).epochs.flatMap((epoch) => epoch.steps.flat()));
+const ends = (of) => [Math.min(0, ...EVERY.flatMap(of)), Math.max(0, ...EVERY.flatMap(of))];
+
+// The pictures of a run, in order. In the first epoch a step has three: the ranks take
+// samples, compute gradients, and go on from them. Later it has one.
+function frames({ error, epochs }) {
+  if (error) return [{ error }];
+  return [{}, ...epochs.flatMap(({ steps }, epoch) => [
+    ...steps.flatMap((_, step) => (epoch ? [2] : [0, 1, 2]).map((phase) => ({ epoch, step, phase }))),
+    { epoch, step: steps.length - 1, phase: 3 },
+  ])];
+}
+
+// One sentence on what has just happened, and what is wrong with it, or right.
+function tell(run, { error, epoch, step, phase }) {
+  if (error) return ["The run ends before its first step.",
+    `${error}. Python reports only this one of the mistakes. Switch set_epoch off, too, and PyTorch raises no error.`];
+  if (epoch === undefined) return ["Two ranks, each with its own copy of the model, train on 16 samples.", ""];
+  const now = run.epochs[epoch], [a, b] = now.steps[step], apart = Math.abs(a.weight - b.weight);
+  if (phase === 3) return [`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`, judge(run, epoch)];
+  const takes = `Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`;
+  const drift = apart ? `The weights are ${fixed(apart)} apart: these are two models now.` : "";
+  const twice = run.overlaps ? "Both take the same samples: rank 1 only repeats the work of rank 0." : "";
+  if (phase === 0) return [takes, twice || "The sampler gives each rank samples of its own."];
+  if (phase === 1) return [`backward() computes a gradient on each rank from its own samples: ${fixed(a.own)} on rank 0, ${fixed(b.own)} on rank 1.`,
+    run.overlaps ? "The same samples give the same gradient." : ""];
+  if (epoch) return [takes, [twice, now.repeats ? "Nobody calls set_epoch: the order of epoch 1 comes again." : "", drift].filter(Boolean).join(" ")
+    || `set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`];
+  if (run.averages) return [`self.ddp_model was called, so DDP averages the gradients during backward(): both ranks go on with ${fixed(a.used)}.`,
+    run.overlaps ? "But the average of two equal numbers is no news." : "Both weights make the same step: the ranks still have one model."];
+  return ["self.model was called, and not self.ddp_model: DDP sends no gradient, and each rank goes on with its own.",
+    drift || "The weights stay equal only because both ranks have taken the same samples."];
+}
+
+// At the end of an epoch: a wrong run may print the better loss.
+function judge(run, epoch) {
+  const now = run.epochs[epoch], right = read(RIGHT).epochs[epoch].heldOut;
+  if (run.key === RIGHT)
+    return "This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.";
+  const why = run.overlaps ? "because this run has made twice as many steps" : "by chance";
+  const said = ["PyTorch raises no error."];
+  if (now.heldOut !== right) said.push(`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`);
+  if (now.steps.at(-1)[0].weight !== now.steps.at(-1)[1].weight)
+    said.push("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
+  if (now.repeats) said.push("Without set_epoch, every epoch has the order of the first.");
+  if (run.overlaps) said.push("Both ranks have taken the same samples: the second does no useful work.");
+  return said.join(" ");
+}
+
+// The picture, as SVG
+
+const at = (x) => +x.toFixed(1);
+const box = (x, y, w, h, kind, more = "") => `<rect x="${at(x)}" y="${at(y)}" width="${at(w)}" height="${at(h)}" class="${kind}" ${more}/>`;
+const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${at(y)}" class="${kind}">${words}</text>`;
+const rule = (x1, y1, x2, y2, kind) => `<path d="M${at(x1)} ${at(y1)}L${at(x2)} ${at(y2)}" class="${kind}"/>`;
+const group = (kind, x, y, parts) => `<g class="${kind}" transform="translate(${x} ${y})">${parts.flat().join("")}</g>`;
+// What is drawn comes from where it was in the picture before.
+const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(y)}px">${drawn}</g>`;
+const square = (x, y, size, sample, kind) => box(x, y, size, size, kind) + write(x + size / 2, y + size / 2 + 4, sample, "number");
+
+// The samples, and below them which of them each rank takes: time runs to the right.
+function lanes(run, frame, left, size) {
+  const gap = 4, begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
+  const place = (sample) => left + sample * size + gap * Math.floor(sample / 4);
+  const count = new Map();
+  const epochs = run.epochs.map(({ steps, repeats }, e) => {
+    const y = size + 66 + e * (2 * size + 36), parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
+    for (const rank of RANKS) parts.push(write(0, y + size * (rank + 0.5) + 4, `rank ${rank}`, "ink small"));
+    if (repeats && begun(e, 0)) parts.push(write(left + 22, y - 8, "the order of epoch 1 again", "bad-ink b"));
+    else if (run.announces && e && begun(e, 0)) parts.push(write(left + 22, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
+    steps.forEach((step, s) => RANKS.forEach((rank) => step[rank].taken.forEach((sample, i) => {
+      const x = place(4 * s + i), top = y + rank * size, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
+      if (!begun(e, s)) return parts.push(box(x, top, size, size, "empty"));
+      const drawn = square(x, top, size, sample, kind), fresh = frame.epoch === e && frame.step === s && frame.phase !== 1 && frame.phase !== 3;
+      if (frame.epoch === e) count.set(sample, [...count.get(sample) ?? [], rank]);
+      parts.push(fresh ? comes(place(sample) - x, 22 - top, drawn) : drawn);
+    })));
+    return parts;
+  });
+  const pool = [...Array(SAMPLES).keys()].map((sample) => {
+    const by = count.get(sample);
+    return square(place(sample), 22, size, sample, !by ? "free" : by.length > 1 ? "bad" : `rank${by[0]}`);
+  });
+  const ended = frame.phase === 3, all = `Epoch ${frame.epoch + 1} took each sample ${run.overlaps ? "twice" : "once"}`;
+  const title = ended ? write(0, 14, all, `${run.overlaps ? "bad-ink" : "ok-ink"} b`) : write(0, 14, `${SAMPLES} samples`, "ink b");
+  return [group("pool", 0, 0, [title, pool]), group("taken", 0, 0, epochs)];
+}
+
+// Gradients and weights: a line of numbers each, rank 0 above it and rank 1 below.
+function numbers(kind, name, [low, high], pairs, width, note) {
+  const x = (value) => 12 + (value - low) / (high - low) * (width - 24), y = (rank) => rank ? 49 : 31;
+  const out = [write(0, 14, name, "ink b"), write(width, 14, ...note), rule(0, 40, width, 40, "axis"),
+    rule(x(0), 35, x(0), 45, "axis"), write(x(0), 66, "0", "ink small mid")];
+  const [first, last] = pairs.map(([, to]) => x(to));
+  if (pairs.length) out.push(rule(first, first === last ? 31 : 40, last, first === last ? 49 : 40, first === last ? "met" : "gap"));
+  pairs.forEach(([from, to], rank) => {
+    const before = from > to || x(to) > width - 60; // where there is room for the number
+    out.push(rule(x(from), y(rank), x(to), y(rank), "trail"),
+      comes(x(from) - x(to), 0, `<circle cx="${at(x(to))}" cy="${y(rank)}" r="6" class="rank${rank}"/>`),
+      write(x(to) + (before ? -10 : 10), y(rank) + (rank ? 6 : 2), fixed(to), before ? "ink small end" : "ink small"));
+  });
+  return group(kind, 0, 0, out);
+}
+
+// The mean loss of each step, and what is held out; dashed, the right run's.
+function chart(run, frame, width) {
+  const tall = 64, base = 24 + tall, part = width / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
+  const points = ({ epochs }) => epochs.flatMap(({ steps }, e) => steps.map(([a, b], s) =>
+    [(e + (s + 0.5) / steps.length) * part, base - tall * mean(a.loss, b.loss) / most]));
+  const line = (all, kind) => `<polyline points="${all.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
+  const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
+    frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
+  const drawn = points(run).slice(0, seen.length);
+  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(points(right), "dashed"), line(drawn, "loss")];
+  if (run.key !== RIGHT) out.push(write(width, 14, "dashed: right run", "ink small end"));
+  if (seen.length) {
+    const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)];
+    out.push(`<circle cx="${at(x)}" cy="${at(y)}" r="4" class="ink"/>`, write(x, y - 8, fixed(mean(a.loss, b.loss), 1), "ink small mid"));
+  }
+  out.push(write(0, base + 20, "held-out loss after epoch", "ink small"));
+  right.epochs.forEach(({ heldOut }, e) => {
+    const ended = frame.epoch > e || frame.epoch === e && frame.phase === 3;
+    out.push(write(e * part, base + 40, `${e + 1}:`, "ink"), write(e * part + 17, base + 40, ended ? fixed(run.epochs[e].heldOut) : "–", ended ? "held-out ink b" : "ink"));
+    if (run.key !== RIGHT) out.push(write(e * part, base + 58, `right: ${fixed(heldOut)}`, "ink small"));
+  });
+  return group("losses", 0, 0, out);
+}
+
+// [the picture so many pixels wide, what it says in words]
+function draw(key, index, room) {
+  const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 340), pad = 14;
+  const words = tell(run, frame).filter(Boolean), inner = width - 2 * pad, left = 44, gaps = left + 12;
+  const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
+  const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = size + 44 + EPOCHS * (2 * size + 36);
+  const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
+  const now = past.at(-1), { phase } = frame, moved = phase > 1 ? now : past.at(-2), since = phase === 2 && past.at(-2) || moved;
+  const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
+  const weights = moved ? moved.map(({ weight }, rank) => [since[rank].weight, weight]) : [];
+  const apart = moved && Math.abs(moved[0].weight - moved[1].weight);
+  const sent = run.overlaps ? ["equal before", "bad-ink b end"] : ["averaged", "ok-ink b end"];
+  const noGradient = ["", "ink"], notYet = ["not averaged yet", "ink small end"];
+  const note = !gradients.length ? noGradient : phase < 2 ? notYet : run.averages ? sent : ["not sent", "bad-ink b end"];
+  const verdict = !moved ? noGradient : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", "ok-ink b end"];
+  let y = wide ? pad : tall + pad + 8;
+  const html = [group("lanes", pad, pad, lanes(run, frame, left, size))];
+  for (const drawn of [
+    numbers("gradient", "gradient of one weight", ends((x) => [x.own, x.used]), gradients, rest, note),
+    numbers("weight", "this weight", ends((x) => x.weight), weights, rest, verdict),
+    chart(run, frame, rest)]) {
+    html.push(group("", pad + half, y, [drawn]));
+    y += 84;
+  }
+  if (run.error) html.push(write(pad, size + 80, `no step: ${run.error.split(":")[0]}`, "bad-ink b"));
+  const height = Math.max(y + 66 + pad, wide ? tall + 2 * pad : 0);
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words.join(" ")}" width="${width}" height="${height}"`
+    + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
+    + `${html.join("")}</svg>`, words.join(" ")];
+}
+
+function play(figure) {
+  const [caption, drawing] = figure.querySelectorAll("[role=status], .drawing");
+  const boxes = [...figure.querySelectorAll("[type=checkbox]")], [start, back, step] = figure.querySelectorAll("button");
+  const calm = matchMedia("(prefers-reduced-motion: reduce)");
+  let index = -1, timer, width;
+  const key = () => boxes.map((x) => x.checked ? 0 : 1).join("");
+  const last = () => frames(read(key())).length - 1;
+  const show = () => {
+    const run = read(key()), [what, verdict] = tell(run, frames(run).at(index));
+    [drawing.innerHTML] = draw(key(), index, width = drawing.clientWidth);
+    caption.ariaLive = timer ? "off" : "polite"; // nobody can listen so fast
+    caption.innerHTML = "<span></span> <strong></strong>";
+    [caption.firstChild.textContent, caption.lastChild.textContent] = [what, verdict];
+    caption.lastChild.className = run.key === RIGHT ? "right" : "";
+    start.textContent = timer ? "Pause" : "Play";
+  };
+  const stop = () => timer = clearInterval(timer);
+  const go = (by) => {
+    const from = index < 0 ? last() : index;
+    index = Math.min(Math.max(from + by, 0), last());
+    if (index === last()) stop();
+    show();
+  };
+  const run = () => {
+    if (timer) return show(stop());
+    if (index < 0 || index >= last()) index = 0;
+    timer = setInterval(go, 2200, 1);
+    show();
+  };
+  start.onclick = run;
+  back.onclick = () => go(-1, stop());
+  step.onclick = () => go(1, stop());
+  boxes.forEach((x) => x.onchange = () => {
+    stop();
+    index = calm.matches ? last() : 0;
+    return calm.matches || last() === 0 ? show() : run();
+  });
+  figure.onkeydown = (event) => {
+    const press = { ArrowRight: step, ArrowLeft: back, " ": start }[event.key];
+    if (!press || event.key === " " && event.target.matches("button, input")) return;
+    event.preventDefault();
+    press.click();
+  };
+  addEventListener("resize", () => drawing.clientWidth === width || show());
+  show();
+}
+document.querySelectorAll(".watch").forEach(play);
