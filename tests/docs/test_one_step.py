@@ -7,20 +7,14 @@ import re
 import pytest
 
 from cluster.predict import Cluster, Job, buckets, judge, predict
-from tests.helpers.site_fixtures import check_barriers
+from tests.helpers.site_fixtures import check_barriers, check_picture
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits  # for a browser
 
-USUAL = {
-    "parameters": 1.3e9,
-    "step-ms": 640,
-    "memory-gb": 40,
-    "machines": 8,
-    "gpus": 8,
-    "gbit": 100,
-    "inside": 450,
-}
+# Of each slider: what it shows first (2), or all that it can show (3)
+SLIDERS = """(part) =>
+    Object.fromEntries(FIELDS.map(([name, x]) => [name, x[part]]))"""
 LOOK = """([v, width]) => {
     const [svg, words] = draw(v, width);
     return JSON.stringify({ ...predict(v), svg, words });
@@ -41,34 +35,19 @@ CUT = """() => {
 }"""
 
 
-POWERS = {  # of ten, from which random values are drawn
-    "parameters": (6, 11),
-    "step-ms": (0, 4),
-    "memory-gb": (0.9, 2.4),
-    "machines": (0, 3.6),
-    "gpus": (0, 1.2),
-    "gbit": (-1, 3.5),
-    "inside": (0, 3.2),
-}
-WHOLE = ("parameters", "memory-gb", "machines", "gpus")
-
-
-def random_values(count):
-    chance = random.Random(0)
-    for _ in range(count):
-        values = {name: 10 ** chance.uniform(*ends) for name, ends in POWERS.items()}
-        yield values | {name: round(values[name]) for name in WHOLE}
-
-
 def test_it_says_what_predict_says(visit):
-    """On 200 random inputs: each bucket, the step of each way, its limit, memory."""
+    """With 200 random settings: each bucket, each way's step and limit, memory."""
     table = (ROOT / "docs/7_sharding.md").read_text()  # of bytes for a parameter
     row = r"(?m)^\| (?:DDP|ZeRO-1|HSDP|FSDP)\b.* \| ([^|]*) \| [^|]* \|$"
     formulas = re.findall(row, table)
     assert len(formulas) == 4
     tab = visit("predict.html")
+    stops = tab.evaluate(SLIDERS, 3)
+    del stops["parameters"][-11:]  # with 100,000 buckets each
+    chance = random.Random(0)
     limits = set()
-    for values in [USUAL, *random_values(200)]:
+    for _ in range(200):
+        values = {name: chance.choice(its) for name, its in stops.items()}
         gpus = values["gpus"]
         nodes = values["machines"]
         size = 4 * values["parameters"]
@@ -108,14 +87,10 @@ def test_it_says_what_predict_says(visit):
 
 def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
     """For readers without JavaScript, and for code hosts."""
-    shown = json.loads(visit("predict.html").evaluate(LOOK, [USUAL, 720]))
-    css = (ROOT / "tools/site/static/one_step.css").read_text()
-    css, _, _ = css.partition("\n\n")
-    svg = shown["svg"].replace(">", f"><style>\n{css}\n</style>", 1) + "\n"
-    drawn = tmp_path / "one_step.svg"
-    drawn.write_text(svg)
-    kept = ROOT / "docs/pictures/one_step.svg"
-    assert kept.read_text() == svg, f"stale: cp {drawn} {kept}"
+    tab = visit("predict.html")
+    usual = tab.evaluate(SLIDERS, 2)
+    shown = json.loads(tab.evaluate(LOOK, [usual, 720]))
+    check_picture("one_step", shown["svg"], tmp_path)
     alt = f"![{shown['words']}](pictures/one_step.svg)"
     assert alt in (ROOT / "docs/predict.md").read_text()
     tab = visit("predict.html", java_script_enabled=False)
@@ -123,7 +98,8 @@ def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
 
 
 def test_sliders_and_addresses(visit):
-    tab = visit("predict.html#parameters=7e9&gbit=400&gpus=nonsense")
+    may = ["clipboard-read", "clipboard-write"]
+    tab = visit("predict.html#parameters=7e9&gbit=400&gpus=nonsense", permissions=may)
     heading = tab.get_by_role("heading", name="Draw one step").bounding_box()
     assert 0 < heading["y"] < 100
     figure = tab.locator(".draw-one-step")
@@ -145,5 +121,10 @@ def test_sliders_and_addresses(visit):
     assert figure.get_by_role("status").text_content() == status
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
+    assert "Each GPU computes, here with FSDP" in figure.text_content()
+    assert "HSDP is better: 20.2 %, but needs 140 GB" in figure.text_content()
+    figure.get_by_role("button", name="Copy the answer").click()
+    copied = tab.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith("DDP does not fit: FSDP does, ")
     check_barriers(tab)
     assert not tab.evaluate(CUT)

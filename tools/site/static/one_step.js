@@ -21,33 +21,46 @@ function buckets({ compute, bytes }, nodes, cluster) {
   return found;
 }
 
+// {step, computed: [[begin, end, is it backward]], sent: [[begin, end]], between machines as well}
 function fsdp({ compute, bytes }, nodes, cluster, hybrid) {
   const group = hybrid ? 1 : nodes, gather = ring(1, bytes / LAYERS, group, cluster); // or scatter
   const between = allReduce(bytes / LAYERS, nodes / group, { ...cluster, gpus: 1 });
-  let [computed, gathered, free, sent] = [0, gather, gather, 0];
+  let [computed, gathered, free, reduced] = [0, gather, gather, 0];
+  const found = { computed: [], sent: gather ? [[0, gather]] : [], between: [] };
   for (let left = 2 * LAYERS - 1; left >= 0; left--) {
     const begun = Math.max(computed, gathered), backward = left < LAYERS;
     computed = begun + (backward ? BACKWARD : 1 - BACKWARD) * compute / LAYERS;
+    found.computed.push([begun, computed, backward]);
     gathered = free = Math.max(free, begun) + (left ? gather : 0);
-    if (backward) sent = Math.max(sent, free = Math.max(free, computed) + gather) + between;
+    if (left && gather) found.sent.push([free - gather, free]);
+    if (!backward) continue;
+    free = Math.max(free, computed) + gather;
+    reduced = Math.max(reduced, free) + between;
+    if (gather) found.sent.push([free - gather, free]);
+    if (between) found.between.push([reduced - between, reduced]);
   }
-  return Math.max(computed, free, sent);
+  return { ...found, step: Math.max(computed, free, reduced) };
+}
+
+function ddp(job, nodes, cluster) {
+  const forward = (1 - BACKWARD) * job.compute, found = buckets(job, nodes, cluster);
+  const sent = nodes * cluster.gpus > 1 ? found.map(([, ...ends]) => ends.map((x) => forward + x)) : [];
+  return { computed: [[0, forward, false], [forward, job.compute, true]], sent, step: forward + found.at(-1)[2] };
 }
 
 // All that the picture shows. A way: [seconds of a step, efficiency, what limits it].
 function predict(v) {
   const job = { compute: v["step-ms"] / 1e3, bytes: 4 * v.parameters }, nodes = v.machines, { gpus } = v;
-  const ways = {}, ranks = nodes * gpus, cluster = { gpus, link: v.gbit * 1e9 / 8, inside: v.inside * 1e9, latency: LATENCY };
-  const forward = (1 - BACKWARD) * job.compute, sent = buckets(job, nodes, cluster);
+  const ways = {}, steps = {}, ranks = nodes * gpus, cluster = { gpus, link: v.gbit * 1e9 / 8, inside: v.inside * 1e9, latency: LATENCY };
   for (const way of ["DDP", "HSDP", "FSDP"]) {
-    const [atOnce, step] = [{ ...cluster, latency: 0 }, cluster].map((x) => way === "DDP"
-      ? forward + buckets(job, nodes, x).at(-1)[2] : fsdp(job, nodes, x, way === "HSDP"));
-    const efficiency = job.compute / step, late = atOnce - job.compute < step - atOnce;
+    const [atOnce, known] = [{ ...cluster, latency: 0 }, cluster].map((x) =>
+      way === "DDP" ? ddp(job, nodes, x) : fsdp(job, nodes, x, way === "HSDP"));
+    const { step } = steps[way] = known, efficiency = job.compute / step, late = atOnce.step - job.compute < step - atOnce.step;
     ways[way] = [step, efficiency, efficiency >= 0.9 ? "compute" : late ? "latency" : "bandwidth"];
   }
   const split = { DDP: [1, 1], "ZeRO-1": [1, ranks], HSDP: [gpus, gpus], FSDP: [ranks, ranks] }, gb = v.parameters / 1e9;
   const memory = Object.entries(split).map(([way, [model, rest]]) => [way, [4 * gb / model, 4 * gb / model, 8 * gb / rest]]);
-  return { job, forward, sent, memory, ways };
+  return { job, steps, sent: buckets(job, nodes, cluster), memory, ways };
 }
 
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
@@ -58,55 +71,85 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class=
 
 // [the picture as SVG, so many pixels wide; what it says in words].
 function draw(v, width) {
-  const { job, forward, sent: all, memory, ways } = predict(v), sent = v.machines * v.gpus > 1 ? all : [], [step, , limit] = ways.DDP;
-  const wide = width > 560, left = 14, right = width - left, out = [], fold = (x) => wide ? [x.join(", ")] : x;
-  const x = (seconds) => left + seconds / step * (right - left), [begin, end] = [x(forward), x(job.compute)];
-  const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 20 * i, part, kind)));
-  const waits = digits(1e3 * (step - job.compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
-  const fits = (parts) => sum(parts) <= v["memory-gb"], first = memory.find((z) => fits(z[1]))?.[0];
+  const { job, steps, sent: ready, memory, ways } = predict(v), wide = width > 560, left = 14, right = width - left, out = [];
+  const fits = (parts) => sum(parts) <= v["memory-gb"], fitting = memory.filter(([, parts]) => fits(parts)).map(([way]) => way);
+  const [first] = fitting, way = fitting.find((name) => ways[name]) ?? "FSDP", isDdp = way === "DDP"; // the way that is drawn
+  const { step, computed, sent, between = [] } = steps[way], limit = ways[way][2], { compute } = job;
+  // A long step is cut where nothing new happens: [cut, resumed] is left out.
+  const [cut, resumed] = step > 4 * compute ? [2 * compute, step - compute] : [step, step], gap = resumed > cut ? 28 : 0;
+  const scale = (right - left - gap) / (step - (resumed - cut)), isShown = ([from, to]) => from < cut || to > resumed;
+  const x = (seconds) => left + Math.min(seconds, cut) * scale + (seconds > cut ? gap + Math.max(seconds - resumed, 0) * scale : 0);
+  const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 20 * i, part, kind))), fold = (parts) => wide ? [parts.join(", ")] : parts;
+  const bar = ([from, to], y, height, kind) => out.push(box(x(from), y, x(to) - x(from) - (isDdp ? 1 : 0), height, kind));
+  const waits = digits(1e3 * (step - compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
-  const percent = (z) => `${(100 * z[1]).toFixed(1)} %`;
-  const told = [`${first === "DDP" ? "" : "with DDP, "}GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
-  const other = [`DDP does not fit: ${first ?? "no way"} does`, ...ways[first] ? [`${percent(ways[first])} efficient`] : []];
-  const head = first === "DDP" ? [`DDP is ${percent(ways.DDP)} efficient`] : other, heads = fold(head);
+  const percent = (name) => `${(100 * ways[name][1]).toFixed(1)} %`;
+  const head = first === "DDP" ? [`DDP is ${percent("DDP")} efficient`]
+    : [`DDP does not fit: ${first ?? "no way"} does`, `${first === way ? "" : `${way} is `}${percent(way)} efficient`];
+  const told = [`${isDdp ? "" : `with ${way}, `}GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
+  const hybrid = memory.find(([name]) => name === "HSDP")[1], faster = ways.HSDP[1] > ways[way][1];
+  const better = faster ? [`HSDP is better: ${percent("HSDP")}`, ...fits(hybrid) ? [] : [`but needs ${digits(sum(hybrid))} GB`]] : [];
   let y = 7;
-  for (const row of heads) out.push(write(left, y += 25, row, "ink b h"));
+  for (const row of fold(head)) out.push(write(left, y += 25, row, "ink b h"));
   const rows = (parts, kind) => (put(y + 20, parts, kind), y += 20 * parts.length);
   rows(fold(told), limit === "compute" ? "ink b" : "red b");
+  if (faster) rows(fold(better), "ink b");
   rows(fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
     `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   y += 32;
-  put(y, ["Each GPU computes"], "ink b");
-  for (const [from, to, color, words, kind] of [[left, begin, "plain", "forward", "ink mid"],
-    [begin, end, "blue", "backward", "ink b mid"], [end, right, "wait", `waits ${waits} ms`, "red b mid"]])
-    out.push(box(from, y + 8, to - from, 32, color),
-      to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind));
-  const per = Math.ceil(22 * sent.length / (right - left)); // so many buckets are one box
-  y += 86;
+  put(y, [`Each GPU computes${isDdp ? "" : `, here with ${way}`}`], "ink b");
+  out.push(box(left, y + 8, right - left, 32, "wait"));
+  for (const ends of computed.filter(isShown)) bar(ends, y + 8, 32, ends[2] ? "blue" : "plain");
+  const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
+  const end = x(compute), begin = x(computed[0][1]);
+  if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${waits} ms`, "red b mid"));
+  const above = isDdp ? 78 : 40; // from the row of the link to that of the GPUs: DDP has bands between them
+  y += above + 8;
+  // Red where GPUs wait, green where they compute.
+  const send = (ends, y, height) => {
+    if (!isShown(ends)) return;
+    let [done, last] = ends;
+    for (const [from, to] of [...computed, [last, last]]) {
+      if (to < done || from > last) continue;
+      if (from > done) bar([done, from], y, height, "red");
+      if (to > from) bar([Math.max(done, from), done = Math.min(to, last)], y, height, "green");
+    }
+  };
+  const per = isDdp ? Math.ceil(22 * sent.length * (step - (resumed - cut)) / step / (right - left)) : 1; // so many buckets are one box
   for (let i = 0, a = begin; i < sent.length; i += per) {
-    const some = sent.slice(i, i + per), [ready, , last] = some.at(-1), to = x(forward + last);
-    const from = to - sum(some.map((z) => x(z[2]) - x(z[1]))), b = begin + ready / job.bytes * (end - begin);
-    out.push(`<path class="band ${to > end + 1 ? "red" : "green"}" d="M${at(a)} ${y - 46}H${at(b - 1)}`
-      + `L${at(Math.max(to - 1, from + 1))} ${y}H${at(from)}z"/>`);
-    if (from < end) out.push(box(from, y, Math.min(to, end) - from - 1, 32, "green"));
-    if (to > end) out.push(box(Math.max(from, end), y, to - Math.max(from, end) - 1, 32, "red"));
-    a = b;
+    const some = sent.slice(i, i + per), last = some.at(-1)[1], from = last - sum(some.map((z) => z[1] - z[0]));
+    if (isDdp) {
+      const b = begin + ready[Math.min(i + per, sent.length) - 1][0] / job.bytes * (end - begin), [to, at0] = [x(last), x(from)];
+      if (isShown([from, last]) && (last <= cut || from >= resumed)) out.push(`<path class="band ${to > end + 1 ? "red" : "green"}" d="M${at(a)} ${y - 46}H${at(b - 1)}`
+        + `L${at(Math.max(to - 1, at0 + 1))} ${y}H${at(at0)}z"/>`);
+      a = b;
+    }
+    send([from, last], y, between.length ? 15 : 32);
+  }
+  for (const ends of between) send(ends, y + 17, 15);
+  if (gap) {
+    const middle = x(cut) + gap / 2;
+    out.push(box(middle - 7, y - above - 2, 14, above + 36, "paper"));
+    for (const top of [y - above, y]) for (const side of [-7, 7]) out.push(`<path class="line" d="M${at(middle + side - 4)} ${top + 32}l8 -32"/>`);
   }
   const part = (down, head, words) => (put(y += down, [head], "ink b"), put(y += 19, [words], "soft"));
-  part(50, sent.length ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "One GPU sends nothing", "green: sent during backward; red: GPUs wait");
+  const what = isDdp ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "The link sends weights and gradients";
+  part(50, sent.length ? what : "One GPU sends nothing", isDdp ? "green: sent during backward; red: GPUs wait" : "green: sent while GPUs compute; red: GPUs wait");
+  if (between.length) put(y += 19, ["above: inside a machine; below: between machines"], "soft");
+  if (gap) put(y += 19, [`//: ${digits(1e3 * (resumed - cut))} ms are left out`], "soft");
   part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
-  for (const [way, parts] of memory) {
-    put((y += 28) - 4, [way], "ink b");
+  for (const [name, parts] of memory) {
+    put((y += 28) - 4, [name], "ink b");
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
       out.push(box(start, y - 19, Math.min(0.8 * sum(parts.slice(0, i + 1)) / v["memory-gb"], 1) * full, 21, fits(parts) ? kinds[i] : "ink"));
-    const kind = fits(parts) ? "ink end" : "ink b end", known = ways[way] ? percent(ways[way]) : "–";
+    const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
   out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
     write(right, y + 25, "efficiency", "soft end"), ...kinds.flatMap((kind, i) => [
       box(left + 90 * i, y + 39, 10, 10, kind), write(left + 90 * i + 15, y + 49, kind, "soft")]));
-  const words = `${head.join(", ")}: ${told.join(", ")}. ${best}; activations come on top.`;
+  const words = `${head.join(", ")}: ${told.join(", ")}. ${faster ? `${better.join(", ")}. ` : ""}${best}; activations come on top.`;
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 64}"`
     + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, words];
 }
@@ -134,7 +177,7 @@ function explore(picture) {
   const presets = Object.keys(PRESETS).map((name) => `<button type="button">${name}</button>`).join(" ");
   figure.innerHTML = `<p class="presets">${presets}</p><form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
     + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><em></em><div></div>`
-    + '<p><a>Link to this picture</a></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
+    + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
   const show = () => {
@@ -167,6 +210,7 @@ function explore(picture) {
   const changed = () => (show(), history.replaceState(null, note.textContent = "", link.href));
   figure.onclick = ({ target }) => {
     if (PRESETS[target.textContent]) changed(Object.assign(values, PRESETS[target.textContent]));
+    else if (target.textContent === "Copy the answer") navigator.clipboard?.writeText(status.textContent);
     else if (target.textContent === "Copy") navigator.clipboard?.writeText(command.textContent);
   };
   for (const change of ["hashchange", "resize"]) addEventListener(change, read);
