@@ -16,8 +16,8 @@ pytestmark = pytest.mark.waits  # for a browser
 SLIDERS = """(part) =>
     Object.fromEntries(FIELDS.map(([name, x]) => [name, x[part]]))"""
 LOOK = """([v, width]) => {
-    const [svg, words] = draw(v, width);
-    return JSON.stringify({ ...predict(v), svg, words });
+    const { sent, memory, ways } = predict(v), [svg, words] = draw(v, width);
+    return JSON.stringify({ sent, memory, ways, svg, words });
 }"""
 
 
@@ -122,7 +122,7 @@ def test_sliders_and_addresses(visit):
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
     assert "Each GPU computes, here with FSDP" in figure.text_content()
-    assert "HSDP is better: 20.2 %, but needs 140 GB" in figure.text_content()
+    assert "HSDP is better: 66.4 %, but needs 140 GB" in figure.text_content()
     figure.get_by_role("button", name="Copy the answer").click()
     copied = tab.evaluate("navigator.clipboard.readText()")
     assert copied.startswith("DDP does not fit: FSDP does, ")

@@ -135,7 +135,7 @@ function draw(v, width) {
   const part = (down, head, words) => (put(y += down, [head], "ink b"), put(y += 19, [words], "soft"));
   const what = isDdp ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "The link sends weights and gradients";
   part(50, sent.length ? what : "One GPU sends nothing", isDdp ? "green: sent during backward; red: GPUs wait" : "green: sent while GPUs compute; red: GPUs wait");
-  if (between.length) put(y += 19, ["above: inside a machine; below: between machines"], "soft");
+  if (between.length) put(y += 19, ["above: in a machine; below: between them"], "soft");
   if (gap) put(y += 19, [`//: ${digits(1e3 * (resumed - cut))} ms are left out`], "soft");
   part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
