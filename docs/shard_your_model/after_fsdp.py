@@ -137,8 +137,8 @@ def main():
     )
 
     model = Net().to(device)
-    for weight in model.parameters():
-        dist.broadcast(weight.detach(), src=0)  # as DDP does: all start as rank 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)  # as DDP does: all start as rank 0
     mesh = dist.init_device_mesh(device.type, (world_size,))
     for block in [model.conv1, model.conv2, model]:  # your layers, then the model
         fully_shard(block, mesh=mesh)
@@ -147,7 +147,9 @@ def main():
 
     epochs_run = 0
     if os.path.exists(SNAPSHOT):
-        snapshot = torch.load(SNAPSHOT, map_location="cpu", weights_only=True)
+        snapshot = torch.load(
+            SNAPSHOT, map_location="cpu", weights_only=True, mmap=True
+        )
         dcp.set_state_dict(
             model,
             optimizer,
