@@ -6,7 +6,7 @@ import pytest
 
 from tools.diffs import hunks
 from tools.files import copy_tree, edit
-from tools.prove import lines, record
+from tools.prove import lines
 from tools.prove.mutants import meaning, mutants
 from tools.run.processes import Program
 from tools.scripts import ALL_EDGES, ROOT
@@ -68,6 +68,7 @@ def test_every_added_line_is_taken_out_once(parent, child):
 
 # The proof, on a tree with faults
 
+EDGE = ("single_gpu.py", "multigpu.py")
 TESTS = "tests/test_planted.py"
 NEEDS_LINES = """import pytest
 from tools.run.processes import Program
@@ -121,7 +122,8 @@ def test_only_a_test_that_ran_and_failed_kills_a_mutant(tmp_path):
     """A hang, a fixture, a file or a pytest that fails is no verdict.
 
     In a copy of the tree, multigpu.py has the lines of VERDICTS. Its only page names
-    two tests that miss some of them.
+    two tests that miss some of them. A killed mutant runs again only with --full, or if
+    the page no longer names its killer.
     """
     copy_tree(tmp_path)
     added = [f"{what}0" for what in VERDICTS if what.endswith("= ")]
@@ -135,9 +137,14 @@ def test_only_a_test_that_ran_and_failed_kills_a_mutant(tmp_path):
     for name, text in {"README": "", "CONTRIBUTING": "", "docs/page": PAGE}.items():
         (tmp_path / f"{name}.md").write_text(text)
     (tmp_path / "tests/test_planted.py").write_text(NEEDS_LINES)
-    words = ["python", "-m", "tools.prove.lines", "single_gpu.py", "multigpu.py"]
-    done = Program([*words, "--only", "planted_"], tmp_path).finish()
-    assert not done.stderr
+
+    def prove(only):
+        command = f"python -m tools.prove.lines {' '.join(EDGE)} --only {only}"
+        done = Program(command.split(), tmp_path).finish()
+        assert not done.stderr
+        return done
+
+    done = prove("planted_")
     # Those that are bad are printed at once, and again at the end.
     printed = {*re.findall(r"(?m)^multigpu.py:\d.*", done.stdout)}
     assert len(printed) == len(VERDICTS)
@@ -145,6 +152,11 @@ def test_only_a_test_that_ran_and_failed_kills_a_mutant(tmp_path):
         (line,) = [line for line in printed if f" {what}" in line]
         assert line.endswith(f" {verdict}")
     assert done.returncode == 1
+
+    assert "1 mutants, 0 to run" in prove("planted_needed").stdout
+    assert "1 mutants, 1 to run" in prove("planted_needed --full").stdout
+    edit(tmp_path / "docs/page.md", ("[test_multigpu_has_a_line]", "[another]"))
+    assert prove("planted_needed").returncode == 1
 
 
 # What is proven already
@@ -183,9 +195,7 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
 ]
 
 
-EDGE = ("single_gpu.py", "multigpu.py")
 NAMED = "tests/test_them.py::test_named"
-ANOTHER = "tests/test_them.py::test_another"
 EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
 
 
@@ -218,37 +228,3 @@ def test_what_makes_a_mutant_run_again(tree, name, old, new, changed):
     edit(tree / name, (old, new))
     after = proofs(tree)
     assert [line for line in after if after[line] != before[line]] == changed
-
-
-@pytest.mark.parametrize("named", [[NAMED], [ANOTHER]])
-def test_a_record_holds_as_long_as_a_page_names_its_killer(tree, named):
-    before = proofs(tree)[6]
-    (mutant,) = [made for made in mutants(EMPTY, FILES["script.py"]) if made.line == 6]
-    holds = bool([*lines.known_killers(mutant, named, [before])])
-    assert holds == (NAMED in named)
-
-
-def test_only_what_survives_runs_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "GREEN", tmp_path / "green.txt")
-    tried = []
-    survivors = []
-
-    def run(child, tasks):
-        for mutant, tests in tasks:
-            result = lines.facts | {"took_s": dict.fromkeys(tests, 1)}
-            if mutant:
-                tried.append(mutant)
-                if mutant not in survivors:
-                    result["killer"] = tests[-1]
-            yield mutant, result, ""
-
-    monkeypatch.setattr(lines, "run", run)
-    found = mutants(*((ROOT / name).read_text() for name in EDGE))
-    survivors.append(found[5])
-    assert not lines.prove(EDGE)
-    assert {*found} == {*tried}
-    survivors.clear()
-    for full, again in (False, [found[5]]), (False, []), (True, found):
-        tried.clear()
-        assert lines.prove(EDGE, full=full)
-        assert sorted(tried) == again
