@@ -24,7 +24,7 @@ from tools.scripts import ROOT, docstring
 from tools.site.pages import Block, Page
 
 CUT = "[...]"  # stands for what is not shown: lines, and HIDDEN in a line
-TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 400))  # the longest takes about 100 s
+TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
 PATIENCE_S = 0.2  # for processes that are about to end when their command has ended
 COMPARE = r"(git (--\S+ )*diff|diff|sdiff) "  # exit status 1: the files differ
 
@@ -75,8 +75,10 @@ def words_and_numbers(lines):
     return words, [*map(float, re.findall(number, text))]
 
 
-# One program of ours, with nothing that is left to a shell, runs in a fork.
-PLAIN = r"(python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun)( [\w./:=,-]+)*"
+# Programs with nothing that is left to a shell but their order: ours run in forks.
+OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
+PART = rf"(\w+=\S+ )*({OURS}|bash|cut)( [\w./:=,-]+)*"
+PLAIN = rf"{PART}((;| &&) {PART})*"
 # Those that send signals or look at processes need real ones. So do those that fail
 # with 1, because a traceback of a fork shows also what has made the fork. If a fork
 # calls exit(), torchrun waits for its result for ever. A command that is about threads
@@ -126,25 +128,36 @@ def run(command, tree):
 
 
 def run_words(command, cwd, mark):
-    """(exit status, output). Of a pipe, the last status that is not 0 counts."""
-    real = not command.is_plain()
-    words = command.text.split()
-    if real:
-        words = ["bash", "-o", "pipefail", "-c", command.text]
-    env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
-    program = Program(words, cwd, real, merged=True, **env)
-    try:
-        status, output, _ = program.finish(TIMEOUT_S)
-    except TimedOut as error:
-        status = 124
-        output = str(error)
-    if left_over(mark, PATIENCE_S):  # it has killed them
-        status = 124
-    if not real:  # forks have their parent's environment, without a mark
-        with contextlib.suppress(ProcessLookupError):  # as it should be
-            os.killpg(program.pid, signal.SIGKILL)
+    """(exit status, output). The first part with a status that is not 0 is the last.
+
+    Of a pipe, the last such status counts.
+    """
+    parts = [["bash", "-o", "pipefail", "-c", command.text]]
+    if command.is_plain():
+        parts = [part.split() for part in re.split("; | && ", command.text)]
+    printed = ""
+    for words in parts:
+        env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            env[name] = value
+        real = words[0] in ("bash", "cut")
+        program = Program(words, cwd, real, merged=True, **env)
+        try:
+            status, output, _ = program.finish(TIMEOUT_S)
+        except TimedOut as error:
             status = 124
-    return status, output
+            output = str(error)
+        if left_over(mark, PATIENCE_S):  # it has killed them
+            status = 124
+        if not real:  # forks have their parent's environment, without a mark
+            with contextlib.suppress(ProcessLookupError):  # as it should be
+                os.killpg(program.pid, signal.SIGKILL)
+                status = 124
+        printed += output
+        if status:
+            break
+    return status, printed
 
 
 def above_output(block):
