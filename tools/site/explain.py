@@ -147,7 +147,7 @@ def sized(html, up=""):
         name = f"{image[2]}_narrow.svg"
         if not (ROOT / "docs/pictures" / name).is_file():
             return tag
-        place = f'media="(max-width: 46em)" srcset="{up}_static/{name}"'
+        place = f'media="screen and (max-width: 46em)" srcset="{up}_static/{name}"'
         return f"<picture><source {place} {size_of(name)}>{tag}</picture>"
 
     return re.sub(IMAGE, tag_of, html)

@@ -141,8 +141,10 @@ function draw(v, width) {
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
   for (const [name, parts] of memory) {
     put((y += 28) - 4, [name], "ink b");
+    const most = fits(parts) ? v["memory-gb"] / 0.8 : sum(parts); // what is too large is cut, and not to scale
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, Math.min(0.8 * sum(parts.slice(0, i + 1)) / v["memory-gb"], 1) * full, 21, fits(parts) ? kinds[i] : "ink"));
+      out.push(box(start, y - 19, sum(parts.slice(0, i + 1)) / most * full, 21, kinds[i]));
+    if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + 0.92 * full)} ${y + 3}l8 -24"/>`);
     const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
@@ -157,7 +159,7 @@ function draw(v, width) {
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
 const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   parameters: ["Parameters", "", 1.3e9, scale(6, 7, 8, 9, 10, 11)],
-  "step-ms": ["Step on one GPU", " ms", 640, scale(0, 1, 2, 3)],
+  "step-ms": ["Step on one GPU", " ms", 640, [...scale(0, 1, 2, 3), 10000]],
   "memory-gb": ["GPU memory", " GB", 40, [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288]],
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
@@ -213,7 +215,8 @@ function explore(picture) {
     else if (target.textContent === "Copy the answer") navigator.clipboard?.writeText(status.textContent);
     else if (target.textContent === "Copy") navigator.clipboard?.writeText(command.textContent);
   };
-  for (const change of ["hashchange", "resize"]) addEventListener(change, read);
+  addEventListener("hashchange", read);
+  addEventListener("resize", show);
   read();
   if (location.hash.includes("=")) figure.closest("section").scrollIntoView();
 }

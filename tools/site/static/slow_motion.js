@@ -37,23 +37,23 @@ function frames({ error, epochs }) {
   ])];
 }
 
-// One sentence on what has just happened, and what is wrong with it, or right.
+// [a sentence on what has just happened, what is wrong with it or right, whether right].
 function tell(run, { error, epoch, step, phase }) {
   if (error) return ["The run ends before its first step.",
-    `${error}. Python reports only this one of the mistakes. Switch set_epoch off, too, and PyTorch raises no error.`];
+    `${error}. Nobody can forget this line alone: switch set_epoch off, too, and PyTorch raises no error.`];
   if (epoch === undefined) return ["Two ranks, each with its own copy of the model, train on 16 samples.", ""];
   const now = run.epochs[epoch], [a, b] = now.steps[step], apart = Math.abs(a.weight - b.weight);
-  if (phase === 3) return [`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`, judge(run, epoch)];
+  if (phase === 3) return [`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`, judge(run, epoch), run.key === RIGHT];
   const takes = `Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`;
   const drift = apart ? `The weights are ${fixed(apart)} apart: these are two models now.` : "";
   const twice = run.overlaps ? "Both take the same samples: rank 1 only repeats the work of rank 0." : "";
-  if (phase === 0) return [takes, twice || "The sampler gives each rank samples of its own."];
-  if (phase === 1) return [`backward() computes a gradient on each rank from its own samples: ${fixed(a.own)} on rank 0, ${fixed(b.own)} on rank 1.`,
+  if (phase === 0) return [takes, twice || "The sampler gives each rank samples of its own.", !twice];
+  if (phase === 1) return [`backward() computes a gradient on each rank from its samples: ${fixed(a.own)} on rank 0, ${fixed(b.own)} on rank 1.`,
     run.overlaps ? "The same samples give the same gradient." : ""];
-  if (epoch) return [takes, [twice, now.repeats ? "Nobody calls set_epoch: the order of epoch 1 comes again." : "", drift].filter(Boolean).join(" ")
-    || `set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`];
+  const wrong = [twice, now.repeats ? "Nobody calls set_epoch: the order of epoch 1 comes again." : "", drift].filter(Boolean).join(" ");
+  if (epoch) return [takes, wrong || `set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`, !wrong];
   if (run.averages) return [`self.ddp_model was called, so DDP averages the gradients during backward(): both ranks go on with ${fixed(a.used)}.`,
-    run.overlaps ? "But the average of two equal numbers is no news." : "Both weights make the same step: the ranks still have one model."];
+    run.overlaps ? "They were equal already: rank 1 adds nothing." : "Both weights make the same step: the ranks still have one model.", !run.overlaps];
   return ["self.model was called, and not self.ddp_model: DDP sends no gradient, and each rank goes on with its own.",
     drift || "The weights stay equal only because both ranks have taken the same samples."];
 }
@@ -68,7 +68,7 @@ function judge(run, epoch) {
   if (now.heldOut !== right) said.push(`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`);
   if (now.steps.at(-1)[0].weight !== now.steps.at(-1)[1].weight)
     said.push("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
-  if (now.repeats) said.push("Without set_epoch, every epoch has the order of the first.");
+  if (now.repeats) said.push("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
   if (run.overlaps) said.push("Both ranks have taken the same samples: the second does no useful work.");
   return said.join(" ");
 }
@@ -120,7 +120,7 @@ function numbers(kind, name, [low, high], pairs, width, note) {
   const [first, last] = pairs.map(([, to]) => x(to));
   if (pairs.length) out.push(rule(first, first === last ? 31 : 40, last, first === last ? 49 : 40, first === last ? "met" : "gap"));
   pairs.forEach(([from, to], rank) => {
-    const before = from > to || x(to) > width - 60; // where there is room for the number
+    const before = from > to && x(to) > 50 || x(to) > width - 60; // where there is room for the number
     out.push(rule(x(from), y(rank), x(to), y(rank), "trail"),
       comes(x(from) - x(to), 0, `<circle cx="${at(x(to))}" cy="${y(rank)}" r="6" class="rank${rank}"/>`),
       write(x(to) + (before ? -10 : 10), y(rank) + (rank ? 6 : 2), fixed(to), before ? "ink small end" : "ink small"));
@@ -155,7 +155,7 @@ function chart(run, frame, width) {
 // [the picture so many pixels wide, what it says in words]
 function draw(key, index, room) {
   const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 340), pad = 14;
-  const words = tell(run, frame).filter(Boolean), inner = width - 2 * pad, left = 44, gaps = left + 12;
+  const words = tell(run, frame).slice(0, 2).filter(Boolean), inner = width - 2 * pad, left = 44, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = size + 44 + EPOCHS * (2 * size + 36);
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
@@ -163,7 +163,7 @@ function draw(key, index, room) {
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
   const weights = moved ? moved.map(({ weight }, rank) => [since[rank].weight, weight]) : [];
   const apart = moved && Math.abs(moved[0].weight - moved[1].weight);
-  const sent = run.overlaps ? ["equal before", "bad-ink b end"] : ["averaged", "ok-ink b end"];
+  const sent = run.overlaps ? ["equal already", "bad-ink b end"] : ["averaged", "ok-ink b end"];
   const noGradient = ["", "ink"], notYet = ["not averaged yet", "ink small end"];
   const note = !gradients.length ? noGradient : phase < 2 ? notYet : run.averages ? sent : ["not sent", "bad-ink b end"];
   const verdict = !moved ? noGradient : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", "ok-ink b end"];
@@ -191,17 +191,17 @@ function play(figure) {
   const key = () => boxes.map((x) => x.checked ? 0 : 1).join("");
   const last = () => frames(read(key())).length - 1;
   const show = () => {
-    const run = read(key()), [what, verdict] = tell(run, frames(run).at(index));
+    const run = read(key()), [what, verdict, right] = tell(run, frames(run).at(index));
     [drawing.innerHTML] = draw(key(), index, width = drawing.clientWidth);
     caption.ariaLive = timer ? "off" : "polite"; // nobody can listen so fast
     caption.innerHTML = "<span></span> <strong></strong>";
     [caption.firstChild.textContent, caption.lastChild.textContent] = [what, verdict];
-    caption.lastChild.className = run.key === RIGHT ? "right" : "";
+    caption.lastChild.className = right ? "right" : "";
     start.textContent = timer ? "Pause" : "Play";
   };
   const stop = () => timer = clearInterval(timer);
   const go = (by) => {
-    const from = index < 0 ? last() : index;
+    const from = index < 0 && by < 0 ? last() : index; // the first Step begins the run
     index = Math.min(Math.max(from + by, 0), last());
     if (index === last()) stop();
     show();
@@ -211,6 +211,7 @@ function play(figure) {
     if (index < 0 || index >= last()) index = 0;
     timer = setInterval(go, 2200, 1);
     show();
+    if (drawing.getBoundingClientRect().bottom > innerHeight) start.parentElement.scrollIntoView();
   };
   start.onclick = run;
   back.onclick = () => go(-1, stop());
