@@ -57,10 +57,10 @@ WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_568,
-    "all Python": 165_530,
-    "tests/": 72_800,
-    "tools/": 27_540,
+    "utils.py": 2_566,
+    "all Python": 165_450,
+    "tests/": 72_100,
+    "tools/": 27_460,
     "variants/multinode_spawn.py": 69,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
