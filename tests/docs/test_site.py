@@ -100,7 +100,7 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
 
 
 SEARCHES = {
-    "batchnorm": "convert_your_script.html#mind-batch-normalization",
+    "batchnorm": "convert_your_script.html#train-with-batch-normalization",
     "class weights": "make_it_real.html#use-class-weights",
     "Colab": "make_it_real.html#try-two-gpus",
     "dataloader workers": "real_job.html#load-the-data-in-workers",
