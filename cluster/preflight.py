@@ -9,7 +9,7 @@ The endpoint names the hosts that do not come, and compares those that come. The
 torchrun starts processes with your flags, which compute, add up and measure the links.
 `FAIL` is what makes a training hang, crash, be wrong or much too slow; `warn` is what
 may; `try` is what to type next. Exit status: 0 nothing failed, 1 a check failed, 2 the
-input is bad. It needs torch and Linux, and knows IPv4 only.
+input is bad. It needs torch, NumPy and Linux, and knows IPv4 only.
 """
 
 import argparse
