@@ -12,7 +12,6 @@ const mean = (x, y) => (x + y) / 2;
 // where `own` is a gradient before the ranks may average it, and `used` the one after.
 function read(key) {
   const noted = RECORD[key];
-  if (typeof noted === "string") return { key, error: noted, epochs: [] };
   const steps = noted[0][0].map((_, i) => noted.map(([its]) => {
     const [taken, loss, own, used, weight] = its[i];
     return { taken, loss, own, used, weight };
@@ -24,53 +23,54 @@ function read(key) {
   const [averages, announces] = [...key].map((off) => off === "0");
   return { key, epochs, averages, announces, overlaps: same(...steps[0].map((x) => x.taken)) };
 }
-const EVERY = Object.keys(RECORD).flatMap((key) => read(key).epochs.flatMap((epoch) => epoch.steps.flat()));
+// A run without the sampler but with set_epoch ends at once: its record is an error.
+const RUNS = Object.keys(RECORD).filter((key) => typeof RECORD[key] !== "string");
+const EVERY = RUNS.flatMap((key) => read(key).epochs.flatMap((epoch) => epoch.steps.flat()));
 const ends = (of) => [Math.min(0, ...EVERY.flatMap(of)), Math.max(0, ...EVERY.flatMap(of))];
 
-// The pictures of a run, in order. In the first epoch a step has three: the ranks take
-// samples, compute gradients, and go on from them. Later it has one.
-function frames({ error, epochs }) {
-  if (error) return [{ error }];
+// The pictures of a run, in order. The first step has three: the ranks take samples,
+// compute gradients, and go on from them. Later steps have one.
+function frames({ epochs }) {
   return [{}, ...epochs.flatMap(({ steps }, epoch) => [
-    ...steps.flatMap((_, step) => (epoch ? [2] : [0, 1, 2]).map((phase) => ({ epoch, step, phase }))),
+    ...steps.flatMap((_, step) => (epoch || step ? [2] : [0, 1, 2]).map((phase) => ({ epoch, step, phase }))),
     { epoch, step: steps.length - 1, phase: 3 },
   ])];
 }
 
-// [a sentence on what has just happened, what is wrong with it or right, whether right].
-function tell(run, { error, epoch, step, phase }) {
-  if (error) return ["The run ends before its first step.",
-    `${error}. Nobody can forget this line alone: switch set_epoch off, too, and PyTorch raises no error.`];
-  if (epoch === undefined) return ["Two ranks, each with its own copy of the model, train on 16 samples.", ""];
+// Sentences on what has just happened: [words, "right", "wrong" or nothing].
+function tell(run, { epoch, step, phase }) {
+  if (epoch === undefined) return [["Two ranks, each with its own copy of the model, train on 16 samples."]];
   const now = run.epochs[epoch], [a, b] = now.steps[step], apart = Math.abs(a.weight - b.weight);
-  if (phase === 3) return [`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`, judge(run, epoch), run.key === RIGHT];
-  const takes = `Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`;
-  const drift = apart ? `The weights are ${fixed(apart)} apart: these are two models now.` : "";
-  const twice = run.overlaps ? "Both take the same samples: rank 1 only repeats the work of rank 0." : "";
-  if (phase === 0) return [takes, twice || "The sampler gives each rank samples of its own.", !twice];
-  if (phase === 1) return [`backward() computes a gradient on each rank from its samples: ${fixed(a.own)} on rank 0, ${fixed(b.own)} on rank 1.`,
-    run.overlaps ? "The same samples give the same gradient." : ""];
-  const wrong = [twice, now.repeats ? "Nobody calls set_epoch: the order of epoch 1 comes again." : "", drift].filter(Boolean).join(" ");
-  if (epoch) return [takes, wrong || `set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`, !wrong];
-  if (run.averages) return [`self.ddp_model was called, so DDP averages the gradients during backward(): both ranks go on with ${fixed(a.used)}.`,
-    run.overlaps ? "They were equal already: rank 1 adds nothing." : "Both weights make the same step: the ranks still have one model.", !run.overlaps];
-  return ["self.model was called, and not self.ddp_model: DDP sends no gradient, and each rank goes on with its own.",
-    drift || "The weights stay equal only because both ranks have taken the same samples."];
+  if (phase === 3) return [[`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`], ...judge(run, epoch)];
+  const takes = [`Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`];
+  const drift = apart ? [[`The weights are ${fixed(apart)} apart: these are two models now.`, "wrong"]] : [];
+  const shares = run.overlaps ? ["Both take the same samples: rank 1 only repeats the work of rank 0.", "wrong"]
+    : ["The sampler gives each rank samples of its own.", "right"];
+  if (phase === 0) return [takes, shares];
+  if (phase === 1) return [[`backward() computes a gradient on each rank from its samples: ${fixed(a.own)} on rank 0, ${fixed(b.own)} on rank 1.`],
+    ...run.overlaps ? [["The same samples give the same gradient.", "wrong"]] : []];
+  if (now.repeats) return [takes, ["Nobody calls set_epoch: the order of epoch 1 comes again.", "wrong"], ...drift];
+  if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`, "right"], ...drift];
+  if (epoch || step) return [takes, shares, ...drift];
+  if (run.averages) return [[`self.ddp_model was called, so DDP averages the gradients during backward(): both ranks go on with ${fixed(a.used)}.`],
+    run.overlaps ? ["They were equal already: rank 1 adds nothing.", "wrong"] : ["Both weights make the same step: the ranks still have one model.", "right"]];
+  return [["self.model was called, and not self.ddp_model: DDP sends no gradient, and each rank goes on with its own.", "wrong"],
+    ...apart ? drift : [["The weights stay equal only because both ranks have taken the same samples."]]];
 }
 
 // At the end of an epoch: a wrong run may print the better loss.
 function judge(run, epoch) {
   const now = run.epochs[epoch], right = read(RIGHT).epochs[epoch].heldOut;
   if (run.key === RIGHT)
-    return "This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.";
+    return [["This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.", "right"]];
   const why = run.overlaps ? "because this run has made twice as many steps" : "by chance";
-  const said = ["PyTorch raises no error."];
-  if (now.heldOut !== right) said.push(`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`);
+  const said = [["PyTorch raises no error."]], wrong = (words) => said.push([words, "wrong"]);
+  if (now.heldOut !== right) said.push([`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`]);
   if (now.steps.at(-1)[0].weight !== now.steps.at(-1)[1].weight)
-    said.push("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
-  if (now.repeats) said.push("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
-  if (run.overlaps) said.push("Both ranks have taken the same samples: the second does no useful work.");
-  return said.join(" ");
+    wrong("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
+  if (now.repeats) wrong("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
+  if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: the second does no useful work.");
+  return said;
 }
 
 // The picture, as SVG
@@ -85,12 +85,15 @@ const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(
 const square = (x, y, size, sample, kind) => box(x, y, size, size, kind) + write(x + size / 2, y + size / 2 + 4, sample, "number");
 
 // The samples, and below them which of them each rank takes: time runs to the right.
-function lanes(run, frame, left, size) {
+// A narrow picture has only the current epoch.
+const EPOCH = (size) => 2 * size + 28;
+function lanes(run, frame, left, size, wide) {
   const gap = 4, begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
   const place = (sample) => left + sample * size + gap * Math.floor(sample / 4);
   const count = new Map();
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
-    const y = size + 66 + e * (2 * size + 36), parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
+    if (!wide && e !== (frame.epoch ?? 0)) return [];
+    const y = size + 58 + (wide ? e * EPOCH(size) : 0), parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + size * (rank + 0.5) + 4, `rank ${rank}`, "ink small"));
     if (repeats && begun(e, 0)) parts.push(write(left + 22, y - 8, "the order of epoch 1 again", "bad-ink b"));
     else if (run.announces && e && begun(e, 0)) parts.push(write(left + 22, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
@@ -113,24 +116,25 @@ function lanes(run, frame, left, size) {
 }
 
 // Gradients and weights: a line of numbers each, rank 0 above it and rank 1 below.
-function numbers(kind, name, [low, high], pairs, width, note) {
+// The link between them is green or red, or grey where nothing was sent.
+function numbers(kind, name, [low, high], pairs, width, note, link) {
   const x = (value) => 12 + (value - low) / (high - low) * (width - 24), y = (rank) => rank ? 49 : 31;
   const out = [write(0, 14, name, "ink b"), write(width, 14, ...note), rule(0, 40, width, 40, "axis"),
-    rule(x(0), 35, x(0), 45, "axis"), write(x(0), 66, "0", "ink small mid")];
-  const [first, last] = pairs.map(([, to]) => x(to));
-  if (pairs.length) out.push(rule(first, first === last ? 31 : 40, last, first === last ? 49 : 40, first === last ? "met" : "gap"));
+    rule(x(0), 40, x(0), 46, "axis"), write(x(0), 67, "0", "ink small mid")];
+  const [first, last] = pairs.map(([, to]) => x(to)), one = first === last;
+  if (pairs.length) out.push(rule(first, one ? 31 : 40, last, one ? 49 : 40, link));
   pairs.forEach(([from, to], rank) => {
     const before = from > to && x(to) > 50 || x(to) > width - 60; // where there is room for the number
     out.push(rule(x(from), y(rank), x(to), y(rank), "trail"),
       comes(x(from) - x(to), 0, `<circle cx="${at(x(to))}" cy="${y(rank)}" r="6" class="rank${rank}"/>`),
-      write(x(to) + (before ? -10 : 10), y(rank) + (rank ? 6 : 2), fixed(to), before ? "ink small end" : "ink small"));
+      one && rank ? "" : write(x(to) + (before ? -10 : 10), y(rank) + (rank ? 6 : 2), fixed(to), before ? "ink small end" : "ink small"));
   });
   return group(kind, 0, 0, out);
 }
 
 // The mean loss of each step, and what is held out; dashed, the right run's.
-function chart(run, frame, width) {
-  const tall = 64, base = 24 + tall, part = width / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
+function chart(run, frame, width, tall) {
+  const base = 24 + tall, part = width / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
   const points = ({ epochs }) => epochs.flatMap(({ steps }, e) => steps.map(([a, b], s) =>
     [(e + (s + 0.5) / steps.length) * part, base - tall * mean(a.loss, b.loss) / most]));
   const line = (all, kind) => `<polyline points="${all.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
@@ -146,8 +150,8 @@ function chart(run, frame, width) {
   out.push(write(0, base + 20, "held-out loss after epoch", "ink small"));
   right.epochs.forEach(({ heldOut }, e) => {
     const ended = frame.epoch > e || frame.epoch === e && frame.phase === 3;
-    out.push(write(e * part, base + 40, `${e + 1}:`, "ink"), write(e * part + 17, base + 40, ended ? fixed(run.epochs[e].heldOut) : "–", ended ? "held-out ink b" : "ink"));
-    if (run.key !== RIGHT) out.push(write(e * part, base + 58, `right: ${fixed(heldOut)}`, "ink small"));
+    out.push(write(e * part, base + 37, `${e + 1}:`, "ink"), write(e * part + 17, base + 37, ended ? fixed(run.epochs[e].heldOut) : "–", ended ? "held-out ink b" : "ink"));
+    if (run.key !== RIGHT) out.push(write(e * part, base + 53, `right: ${fixed(heldOut)}`, "ink small"));
   });
   return group("losses", 0, 0, out);
 }
@@ -155,48 +159,41 @@ function chart(run, frame, width) {
 // [the picture so many pixels wide, what it says in words]
 function draw(key, index, room) {
   const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 340), pad = 14;
-  const words = tell(run, frame).slice(0, 2).filter(Boolean), inner = width - 2 * pad, left = 44, gaps = left + 12;
+  const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = 44, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
-  const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = size + 44 + EPOCHS * (2 * size + 36);
+  const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, part = wide ? rest : (inner - 20) / 2;
+  const tall = size + 26 + (wide ? EPOCHS : 1) * EPOCH(size);
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
   const now = past.at(-1), { phase } = frame, moved = phase > 1 ? now : past.at(-2), since = phase === 2 && past.at(-2) || moved;
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
   const weights = moved ? moved.map(({ weight }, rank) => [since[rank].weight, weight]) : [];
   const apart = moved && Math.abs(moved[0].weight - moved[1].weight);
-  const sent = run.overlaps ? ["equal already", "bad-ink b end"] : ["averaged", "ok-ink b end"];
-  const noGradient = ["", "ink"], notYet = ["not averaged yet", "ink small end"];
-  const note = !gradients.length ? noGradient : phase < 2 ? notYet : run.averages ? sent : ["not sent", "bad-ink b end"];
-  const verdict = !moved ? noGradient : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", "ok-ink b end"];
-  let y = wide ? pad : tall + pad + 8;
-  const html = [group("lanes", pad, pad, lanes(run, frame, left, size))];
-  for (const drawn of [
-    numbers("gradient", "gradient of one weight", ends((x) => [x.own, x.used]), gradients, rest, note),
-    numbers("weight", "this weight", ends((x) => x.weight), weights, rest, verdict),
-    chart(run, frame, rest)]) {
-    html.push(group("", pad + half, y, [drawn]));
-    y += 84;
-  }
-  if (run.error) html.push(write(pad, size + 80, `no step: ${run.error.split(":")[0]}`, "bad-ink b"));
-  const height = Math.max(y + 66 + pad, wide ? tall + 2 * pad : 0);
-  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words.join(" ")}" width="${width}" height="${height}"`
+  const none = ["", "ink"], equal = !run.overlaps && run.averages;
+  const sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
+  const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase ? ["not sent yet", "ink small end"] : none;
+  const verdict = !moved ? none : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", run.averages ? "ok-ink b end" : "ink b end"];
+  const y = wide ? pad : tall + pad + 8, below = y + (wide ? 152 : 80);
+  const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
+    [pad + half, y, numbers("gradient", wide ? "gradient of one weight" : "gradient", ends((x) => [x.own, x.used]), gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
+    [wide ? pad + half : pad + part + 20, wide ? y + 76 : y, numbers("weight", wide ? "this weight" : "weight", ends((x) => x.weight), weights, part, verdict, apart ? "gap" : run.averages ? "met" : "unsent")],
+    [pad + half, below, chart(run, frame, rest, wide ? 64 : 40)]];
+  const height = Math.max(below + (wide ? 64 : 40) + 24 + 53 + pad, tall + 2 * pad);
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words}" width="${width}" height="${height}"`
     + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
-    + `${html.join("")}</svg>`, words.join(" ")];
+    + `${parts.map(([x, top, drawn]) => group("", x, top, [drawn])).join("")}</svg>`, words];
 }
 
 function play(figure) {
-  const [caption, drawing] = figure.querySelectorAll("[role=status], .drawing");
-  const boxes = [...figure.querySelectorAll("[type=checkbox]")], [start, back, step] = figure.querySelectorAll("button");
-  const calm = matchMedia("(prefers-reduced-motion: reduce)");
-  let index = -1, timer, width;
-  const key = () => boxes.map((x) => x.checked ? 0 : 1).join("");
+  const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
+  const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button");
+  let index = -1, timer, width; // -1: the end
+  const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
   const last = () => frames(read(key())).length - 1;
   const show = () => {
-    const run = read(key()), [what, verdict, right] = tell(run, frames(run).at(index));
+    const run = read(key()), said = tell(run, frames(run).at(index));
     [drawing.innerHTML] = draw(key(), index, width = drawing.clientWidth);
     caption.ariaLive = timer ? "off" : "polite"; // nobody can listen so fast
-    caption.innerHTML = "<span></span> <strong></strong>";
-    [caption.firstChild.textContent, caption.lastChild.textContent] = [what, verdict];
-    caption.lastChild.className = right ? "right" : "";
+    caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     start.textContent = timer ? "Pause" : "Play";
   };
   const stop = () => timer = clearInterval(timer);
@@ -206,24 +203,28 @@ function play(figure) {
     if (index === last()) stop();
     show();
   };
-  const run = () => {
+  const look = () => {
+    show();
+    caption.scrollIntoView({ block: "nearest" });
+  };
+  start.onclick = () => {
     if (timer) return show(stop());
     if (index < 0 || index >= last()) index = 0;
-    timer = setInterval(go, 2200, 1);
-    show();
-    if (drawing.getBoundingClientRect().bottom > innerHeight) start.parentElement.scrollIntoView();
+    timer = setInterval(go, 10_000 / last(), 1);
+    look();
   };
-  start.onclick = run;
   back.onclick = () => go(-1, stop());
   step.onclick = () => go(1, stop());
-  boxes.forEach((x) => x.onchange = () => {
+  figure.onchange = ({ target }) => {
+    if (target === sampler) order.checked = sampler.checked; // only this sampler has set_epoch
+    if (order.checked) sampler.checked = true;
     stop();
-    index = calm.matches ? last() : 0;
-    return calm.matches || last() === 0 ? show() : run();
-  });
+    index = -1;
+    look();
+  };
   figure.onkeydown = (event) => {
-    const press = { ArrowRight: step, ArrowLeft: back, " ": start }[event.key];
-    if (!press || event.key === " " && event.target.matches("button, input")) return;
+    const press = { ArrowRight: step, ArrowLeft: back }[event.key];
+    if (!press) return;
     event.preventDefault();
     press.click();
   };
