@@ -68,6 +68,7 @@ function judge(run, epoch) {
   if (now.heldOut !== right) said.push([`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`]);
   if (now.steps.at(-1)[0].weight !== now.steps.at(-1)[1].weight)
     wrong("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
+  else if (!run.averages) wrong("Without ddp_model, DDP sends no gradient: the weights are equal only because the samples are.");
   if (now.repeats) wrong("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
   if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: the second does no useful work.");
   return said;
