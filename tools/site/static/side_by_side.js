@@ -52,6 +52,19 @@ names?.addEventListener("change", () => {
   if (from === to) location.href = names.querySelector("[aria-label^=Swap]").href;
   else location.href = `${from}--${to}.html`;
 });
+// Above the table of all pairs, the link leads to the pair that is chosen.
+const choice = document.querySelector(".choose");
+function compare() {
+  const pair = `${choice.elements.old.value}--${choice.elements.new.value}.html`;
+  const cell = document.querySelector(`td a[href="${pair}"]`);
+  const link = choice.querySelector("a");
+  if (cell) link.href = pair;
+  else link.removeAttribute("href");
+  link.textContent = cell ? `Compare: ${cell.ariaLabel}` : "Choose two different scripts.";
+}
+choice?.addEventListener("change", compare);
+if (choice) addEventListener("pageshow", compare);
+
 // The choice that is shown is that of the page, also when one comes back to it.
 addEventListener("pageshow", () => names?.reset());
 
