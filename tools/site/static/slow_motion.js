@@ -175,8 +175,8 @@ function draw(key, index, room) {
   const verdict = !moved ? none : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", run.averages ? "ok-ink b end" : "ink b end"];
   const y = wide ? pad : tall + pad + 8, below = y + (wide ? 152 : 80);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
-    [pad + half, y, numbers("gradient", wide ? "gradient of one weight" : "gradient", ends((x) => [x.own, x.used]), gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
-    [wide ? pad + half : pad + part + 20, wide ? y + 76 : y, numbers("weight", wide ? "this weight" : "weight", ends((x) => x.weight), weights, part, verdict, apart ? "gap" : run.averages ? "met" : "unsent")],
+    [pad + half, y, numbers("gradient", "gradient", ends((x) => [x.own, x.used]), gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
+    [wide ? pad + half : pad + part + 20, wide ? y + 76 : y, numbers("weight", "weight", ends((x) => x.weight), weights, part, verdict, apart ? "gap" : run.averages ? "met" : "unsent")],
     [pad + half, below, chart(run, frame, rest, wide ? 64 : 40)]];
   const height = Math.max(below + (wide ? 64 : 40) + 24 + 53 + pad, tall + 2 * pad);
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words}" width="${width}" height="${height}"`
