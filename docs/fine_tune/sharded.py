@@ -156,5 +156,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # the DDP model goes before its process group, or the exit may hang
+    gc.collect()  # the model goes before its process group, or the exit may hang
     dist.destroy_process_group()  # once the model is gone
