@@ -7,6 +7,7 @@ const EPOCHS = 3, SAMPLES = 16, RANKS = [0, 1], RIGHT = "000";
 const fixed = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
 const same = (x, y) => String(x) === String(y);
 const mean = (x, y) => (x + y) / 2;
+const gap = ([a, b]) => Math.abs(a.weight - b.weight);
 
 // What the two ranks noted: epochs[e].steps[i][rank] is { taken, loss, own, used, weight },
 // where `own` is a gradient before the ranks may average it, and `used` the one after.
@@ -14,7 +15,7 @@ function read(key) {
   const noted = RECORD[key];
   const steps = noted[0][0].map((_, i) => noted.map(([its]) => {
     const [taken, loss, own, used, weight] = its[i];
-    return { taken, loss, own, used, weight };
+    return { taken, loss, own, used, weight: Math.round(weight * 1000) / 1000 };
   }));
   const each = steps.length / EPOCHS, [, losses] = noted[0];
   const epochs = losses.map((heldOut, e) => ({ heldOut, steps: steps.slice(e * each, (e + 1) * each) }));
@@ -25,8 +26,9 @@ function read(key) {
 }
 // A run without the sampler but with set_epoch ends at once: its record is an error.
 const RUNS = Object.keys(RECORD).filter((key) => typeof RECORD[key] !== "string");
-const EVERY = RUNS.flatMap((key) => read(key).epochs.flatMap((epoch) => epoch.steps.flat()));
-const ends = (of) => [Math.min(0, ...EVERY.flatMap(of)), Math.max(0, ...EVERY.flatMap(of))];
+const EVERY = RUNS.flatMap((key) => read(key).epochs.flatMap((epoch) => epoch.steps));
+const ends = (of) => [Math.min(0, ...EVERY.flat().flatMap(of)), Math.max(0, ...EVERY.flat().flatMap(of))];
+const WIDEST = Math.max(...EVERY.map(gap));
 
 // The pictures of a run, in order. The first step has three: the ranks take samples,
 // compute gradients, and go on from them. Later steps have one.
@@ -38,12 +40,23 @@ function frames({ epochs }) {
 }
 
 // Sentences on what has just happened: [words, "right", "wrong" or nothing].
-function tell(run, { epoch, step, phase }) {
+// The judgement comes first, the numbers second.
+function tell(run, frame) {
+  const said = happened(run, frame);
+  return [...said.filter(([, kind]) => kind), ...said.filter(([, kind]) => !kind)];
+}
+// How many milliseconds it takes to read them. Later steps say little that is new.
+function time(run, frame) {
+  const words = tell(run, frame).map(([said]) => said).join(" ").split(" ").length;
+  return frame.step && frame.phase === 2 ? 1000 : 1500 + 200 * words;
+}
+
+function happened(run, { epoch, step, phase }) {
   if (epoch === undefined) return [["Two ranks, each with its own copy of the model, train on 16 samples."]];
-  const now = run.epochs[epoch], [a, b] = now.steps[step], apart = Math.abs(a.weight - b.weight);
+  const now = run.epochs[epoch], [a, b] = now.steps[step], apart = gap([a, b]);
   if (phase === 3) return [[`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`], ...judge(run, epoch)];
   const takes = [`Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`];
-  const drift = apart ? [[`The weights are ${fixed(apart)} apart: these are two models now.`, "wrong"]] : [];
+  const drift = apart ? [[`The weights are ${fixed(apart, 3)} apart: these are two models now.`, "wrong"]] : [];
   const shares = run.overlaps ? ["Both take the same samples: rank 1 only repeats the work of rank 0.", "wrong"]
     : ["The sampler gives each rank samples of its own.", "right"];
   if (phase === 0) return [takes, shares];
@@ -53,24 +66,26 @@ function tell(run, { epoch, step, phase }) {
   if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) shuffles anew: the ranks take the samples in another order.`, "right"], ...drift];
   if (epoch || step) return [takes, shares, ...drift];
   if (run.averages) return [[`self.ddp_model was called, so DDP averages the gradients during backward(): both ranks go on with ${fixed(a.used)}.`],
-    run.overlaps ? ["They were equal already: rank 1 adds nothing.", "wrong"] : ["Both weights make the same step: the ranks still have one model.", "right"]];
+    run.overlaps ? ["The gradients were equal already: rank 1 adds nothing.", "wrong"] : ["Both weights make the same step: the ranks still have one model.", "right"]];
   return [["self.model was called, and not self.ddp_model: DDP sends no gradient, and each rank goes on with its own.", "wrong"],
     ...apart ? drift : [["The weights stay equal only because both ranks have taken the same samples."]]];
 }
 
-// At the end of an epoch: a wrong run may print the better loss.
+// At the end of an epoch. A wrong run may print the better loss.
 function judge(run, epoch) {
-  const now = run.epochs[epoch], right = read(RIGHT).epochs[epoch].heldOut;
+  const now = run.epochs[epoch], right = read(RIGHT).epochs[epoch].heldOut, said = [], wrong = (words) => said.push([words, "wrong"]);
   if (run.key === RIGHT)
     return [["This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.", "right"]];
-  const why = run.overlaps ? "because this run has made twice as many steps" : "by chance";
-  const said = [["PyTorch raises no error."]], wrong = (words) => said.push([words, "wrong"]);
-  if (now.heldOut !== right) said.push([`The right run has ${fixed(right)}: this loss is ${now.heldOut < right ? `better, ${why}` : "worse"}.`]);
-  if (now.steps.at(-1)[0].weight !== now.steps.at(-1)[1].weight)
+  if (gap(now.steps.at(-1)))
     wrong("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
   else if (!run.averages) wrong("Without ddp_model, DDP sends no gradient: the weights are equal only because the samples are.");
   if (now.repeats) wrong("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
-  if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: the second does no useful work.");
+  if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: rank 1 does no useful work.");
+  const better = now.heldOut < right, theirs = `the ${fixed(right)} of the right run`;
+  if (!said.length) said.push(["The right run has the same loss after epoch 1."]);
+  else if (run.overlaps) said.push([`This loss will not tell you: with twice as many steps, it ${better ? "is better than" : "comes near"} ${theirs}.`]);
+  else if (better) said.push([`This loss will not tell you: by chance, it is better than ${theirs}.`]);
+  else said.push([`This loss will not tell you: your script has no right run to compare it with. (Here, the right run has ${fixed(right)}.)`]);
   return said;
 }
 
@@ -83,18 +98,22 @@ const rule = (x1, y1, x2, y2, kind) => `<path d="M${at(x1)} ${at(y1)}L${at(x2)} 
 const group = (kind, x, y, parts) => `<g class="${kind}" transform="translate(${x} ${y})">${parts.flat().join("")}</g>`;
 // What is drawn comes from where it was in the picture before.
 const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(y)}px">${drawn}</g>`;
-const square = (x, y, size, sample, kind) => box(x, y, size, size, kind) + write(x + size / 2, y + size / 2 + 4, sample, "number");
+const square = (x, y, size, sample, kind, high = size) => box(x, y, size, high, kind) + write(x + size / 2, y + high / 2 + 4, sample, "number");
+const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
 
 // The samples, and below them which of them each rank takes: time runs to the right.
-// A narrow picture has only the current epoch.
-const EPOCH = (size) => 2 * size + 28;
+// A narrow picture has only the current epoch, and epoch 1 in thin lines to compare with.
+const EPOCH = (size) => 2 * size + 28, THIN = 13;
+const lanesTall = (size, wide) => wide ? size + 26 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
 function lanes(run, frame, left, size, wide) {
-  const gap = 4, begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
-  const place = (sample) => left + sample * size + gap * Math.floor(sample / 4);
+  const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
+  const place = (sample) => left + sample * size + 4 * Math.floor(sample / 4);
   const count = new Map();
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
-    if (!wide && e !== (frame.epoch ?? 0)) return [];
-    const y = size + 58 + (wide ? e * EPOCH(size) : 0), parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
+    const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 58 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
+    if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
+      step[rank].taken.map((sample, i) => square(place(4 * s + i), y + rank * THIN, size, sample, run.overlaps && rank ? "bad" : `rank${rank}`, THIN))))];
+    const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + size * (rank + 0.5) + 4, `rank ${rank}`, "ink small"));
     if (repeats && begun(e, 0)) parts.push(write(left + 22, y - 8, "the order of epoch 1 again", "bad-ink b"));
     else if (run.announces && e && begun(e, 0)) parts.push(write(left + 22, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
@@ -116,12 +135,12 @@ function lanes(run, frame, left, size, wide) {
   return [group("pool", 0, 0, [title, pool]), group("taken", 0, 0, epochs)];
 }
 
-// Gradients and weights: a line of numbers each, rank 0 above it and rank 1 below.
+// Gradients on a line of numbers, rank 0 above it and rank 1 below.
 // The link between them is green or red, or grey where nothing was sent.
-function numbers(kind, name, [low, high], pairs, width, note, link) {
-  const x = (value) => 12 + (value - low) / (high - low) * (width - 24), y = (rank) => rank ? 49 : 31;
-  const out = [write(0, 14, name, "ink b"), write(width, 14, ...note), rule(0, 40, width, 40, "axis"),
-    rule(x(0), 40, x(0), 46, "axis"), write(x(0), 67, "0", "ink small mid")];
+function gradient(pairs, width, note, link) {
+  const [low, high] = ends((x) => [x.own, x.used]), x = (value) => 12 + (value - low) / (high - low) * (width - 24), y = (rank) => rank ? 49 : 31;
+  const out = [write(0, 14, "gradient", "ink b"), write(width, 14, ...note), rule(0, 40, width, 40, "axis"),
+    rule(x(0), 40, x(0), 46, "axis"), write(x(0), 66, "0", "ink small mid")];
   const [first, last] = pairs.map(([, to]) => x(to)), one = first === last;
   if (pairs.length) out.push(rule(first, one ? 31 : 40, last, one ? 49 : 40, link));
   pairs.forEach(([from, to], rank) => {
@@ -130,20 +149,41 @@ function numbers(kind, name, [low, high], pairs, width, note, link) {
       comes(x(from) - x(to), 0, `<circle cx="${at(x(to))}" cy="${y(rank)}" r="6" class="rank${rank}"/>`),
       one && rank ? "" : write(x(to) + (before ? -10 : 10), y(rank) + (rank ? 6 : 2), fixed(to), before ? "ink small end" : "ink small"));
   });
-  return group(kind, 0, 0, out);
+  return group("gradient", 0, 0, out);
 }
 
-// The mean loss of each step, and what is held out; dashed, the right run's.
+// How far each rank's weight is from the mean of both, after each step so far.
+// Both begin with the same weight.
+function weight(run, steps, width, tall) {
+  const middle = 22 + tall / 2, part = (width - 54) / run.epochs.flatMap((epoch) => epoch.steps).length;
+  const last = steps.at(-1), apart = steps.some(gap), x = part * steps.length;
+  const y = (step, rank) => middle - (step[rank].weight - mean(step[0].weight, step[1].weight)) / WIDEST * tall;
+  const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
+  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(0, 22 + tall + 16, "distance from the mean", "ink small")];
+  if (apart) {
+    out.push(line([...points(0), ...points(1).reverse()], "gap"), write(width, 14, `${fixed(gap(last), 3)} apart`, "bad-ink b end"));
+    for (const rank of RANKS) {
+      const side = Math.sign(y(last, rank) - middle) * Math.max(Math.abs(y(last, rank) - middle), 7);
+      out.push(line(points(rank), `line${rank}`), `<circle cx="${at(x)}" cy="${at(y(last, rank))}" r="3.5" class="rank${rank}"/>`,
+        write(x + 7, middle + side + 4, fixed(last[rank].weight, 3), "ink small"));
+    }
+  } else if (last) {
+    out.push(...RANKS.map((rank) => line(points(rank), run.averages ? "met" : "unsent")), write(width, 14, "equal", run.averages ? "ok-ink b end" : "ink b end"),
+      write(x + 7, middle + 4, fixed(last[0].weight, 3), "ink small"));
+  }
+  return group("weight", 0, 0, out);
+}
+
+// The mean loss of each step, and what is held out; dashed in a wrong run, the right run's.
 function chart(run, frame, width, tall) {
   const base = 24 + tall, part = width / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
   const points = ({ epochs }) => epochs.flatMap(({ steps }, e) => steps.map(([a, b], s) =>
     [(e + (s + 0.5) / steps.length) * part, base - tall * mean(a.loss, b.loss) / most]));
-  const line = (all, kind) => `<polyline points="${all.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
   const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
     frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
   const drawn = points(run).slice(0, seen.length);
-  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(points(right), "dashed"), line(drawn, "loss")];
-  if (run.key !== RIGHT) out.push(write(width, 14, "dashed: right run", "ink small end"));
+  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
+  if (run.key !== RIGHT) out.push(line(points(right), "dashed"), write(width, 14, "dashed: right run", "ink small end"));
   if (seen.length) {
     const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)];
     out.push(`<circle cx="${at(x)}" cy="${at(y)}" r="4" class="ink"/>`, write(x, y - 8, fixed(mean(a.loss, b.loss), 1), "ink small mid"));
@@ -163,22 +203,18 @@ function draw(key, index, room) {
   const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = 44, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, part = wide ? rest : (inner - 20) / 2;
-  const tall = size + 26 + (wide ? EPOCHS : 1) * EPOCH(size);
+  const tall = lanesTall(size, wide);
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
-  const now = past.at(-1), { phase } = frame, moved = phase > 1 ? now : past.at(-2), since = phase === 2 && past.at(-2) || moved;
+  const now = past.at(-1), { phase } = frame, moved = phase > 1 ? past : past.slice(0, -1);
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
-  const weights = moved ? moved.map(({ weight }, rank) => [since[rank].weight, weight]) : [];
-  const apart = moved && Math.abs(moved[0].weight - moved[1].weight);
-  const none = ["", "ink"], equal = !run.overlaps && run.averages;
-  const sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
-  const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase ? ["not sent yet", "ink small end"] : none;
-  const verdict = !moved ? none : apart ? [`${fixed(apart)} apart`, "bad-ink b end"] : ["equal", run.averages ? "ok-ink b end" : "ink b end"];
-  const y = wide ? pad : tall + pad + 8, below = y + (wide ? 152 : 80);
+  const equal = !run.overlaps && run.averages, sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
+  const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase ? ["not sent yet", "ink small end"] : ["", "ink"];
+  const y = wide ? pad : tall + pad, low = wide ? 56 : 40, below = y + (wide ? 180 : 84);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
-    [pad + half, y, numbers("gradient", "gradient", ends((x) => [x.own, x.used]), gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
-    [wide ? pad + half : pad + part + 20, wide ? y + 76 : y, numbers("weight", "weight", ends((x) => x.weight), weights, part, verdict, apart ? "gap" : run.averages ? "met" : "unsent")],
-    [pad + half, below, chart(run, frame, rest, wide ? 64 : 40)]];
-  const height = Math.max(below + (wide ? 64 : 40) + 24 + 53 + pad, tall + 2 * pad);
+    [pad + half, y, gradient(gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
+    [wide ? pad + half : pad + part + 20, wide ? y + 74 : y, weight(run, moved, part, wide ? 64 : 32)],
+    [pad + half, below, chart(run, frame, rest, low)]];
+  const height = Math.max(below + low + 24 + 53 + pad - 4, tall + 2 * pad);
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words}" width="${width}" height="${height}"`
     + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
     + `${parts.map(([x, top, drawn]) => group("", x, top, [drawn])).join("")}</svg>`, words];
@@ -186,24 +222,29 @@ function draw(key, index, room) {
 
 function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
-  const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button");
+  const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count");
   let index = -1, timer, width; // -1: the end
   const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
   const last = () => frames(read(key())).length - 1;
-  const show = () => {
-    const run = read(key()), said = tell(run, frames(run).at(index));
-    [drawing.innerHTML] = draw(key(), index, width = drawing.clientWidth);
-    caption.ariaLive = timer ? "off" : "polite"; // nobody can listen so fast
+  const show = (room = drawing.clientWidth) => {
+    const run = read(key()), all = frames(run), said = tell(run, all.at(index));
+    [drawing.innerHTML] = draw(key(), index, width = room);
+    count.textContent = `${index < 0 ? all.length : index + 1} of ${all.length}`;
+    caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     start.textContent = timer ? "Pause" : "Play";
   };
-  const stop = () => timer = clearInterval(timer);
+  const stop = () => timer = clearTimeout(timer);
   const go = (by) => {
     const from = index < 0 && by < 0 ? last() : index; // the first Step begins the run
     index = Math.min(Math.max(from + by, 0), last());
     if (index === last()) stop();
     show();
   };
+  const wait = () => timer = setTimeout(() => {
+    go(1);
+    if (timer) wait();
+  }, time(read(key()), frames(read(key())).at(index)));
   const look = () => {
     show();
     caption.scrollIntoView({ block: "nearest" });
@@ -211,7 +252,7 @@ function play(figure) {
   start.onclick = () => {
     if (timer) return show(stop());
     if (index < 0 || index >= last()) index = 0;
-    timer = setInterval(go, 10_000 / last(), 1);
+    wait();
     look();
   };
   back.onclick = () => go(-1, stop());
@@ -230,6 +271,8 @@ function play(figure) {
     press.click();
   };
   addEventListener("resize", () => drawing.clientWidth === width || show());
+  addEventListener("beforeprint", () => show(760)); // paper has room for all epochs
+  addEventListener("afterprint", () => show());
   show();
 }
 document.querySelectorAll(".watch").forEach(play);
