@@ -24,7 +24,7 @@ from tests.helpers.checks import noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
 from tests.hooks.faults import in_step_80, record_in_one_piece  # noqa: E402
 from tests.hooks.probe import probe  # noqa: E402
-from tools.run import hosts, launch, results  # noqa: E402
+from tools.run import hosts, launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
 from tools.scripts import ROOT, commands  # noqa: E402
 
@@ -35,10 +35,9 @@ needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 # Their commands run in new interpreters, as a user starts them: those of the scripts of
 # the root, and of one cheap variant for each launcher (`python`, `python` that spawns,
 # `torchrun`). The others' run in forks, unless a test marked `full` asks for more.
+THE_ROOT = ["single_gpu.py", "multigpu.py", "multinode.py"]
 NEW = [
-    "single_gpu.py",
-    "multigpu.py",
-    "multinode.py",
+    *THE_ROOT,
     "variants/data_parallel.py",
     "variants/multinode_spawn.py",
     "variants/preemptible.py",
@@ -135,17 +134,12 @@ def standin(tmp_path_factory):
         real=True,
         PYTHONPATH=ROOT / "tests" / "standin",
     )
-    done = program.finish(timeout_s=600)
-    assert done.returncode == 0, done.stderr
+    program.succeed(timeout_s=600)
 
 
-def of_the_root(request, fixture):
-    """The scripts of the root for which this session's tests use the fixture."""
-    names = set()
-    for test in request.session.items:
-        if fixture in test.fixturenames and hasattr(test, "callspec"):
-            names.add(test.callspec.params["name"])
-    return sorted(name for name in names if "/" not in name)
+def about(test):
+    """The script that a test has as its parameter `name`, or None."""
+    return test.callspec.params.get("name") if hasattr(test, "callspec") else None
 
 
 def processes_of(name, nprocs):
@@ -163,8 +157,10 @@ def runs(tmp_path_factory):
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("run")
         size = launch.batch_size(name, 64, nprocs)
-        how = {"cwd": folder, "nprocs": nprocs, "hooks": hooks}
-        return folder, launch.train(name, 5, 2, "--batch-size", size, **how)
+        done = launch.train(
+            name, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+        )
+        return folder, done
 
     def get(name, nprocs=2, hooks=()):
         return run(name, processes_of(name, nprocs), hooks)
@@ -178,13 +174,12 @@ def typed(tmp_path_factory, request):
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
     Those of NEW run in new interpreters, and so do those whose threads a test asks for:
-    forks show none. The scripts of the root start at once and run beside other tests.
+    forks show none.
     """
-    new = {*NEW}
-    for item in request.session.items:
-        if item.get_closest_marker("full"):
-            new.add(item.callspec.params["name"])
+    tests = request.session.items
+    new = {*NEW, *(about(test) for test in tests if test.get_closest_marker("full"))}
 
+    @functools.cache
     def start(name):
         folder = tmp_path_factory.mktemp("typed")
         log = tmp_path_factory.mktemp("threads")
@@ -197,66 +192,69 @@ def typed(tmp_path_factory, request):
         )
         return folder, log, program
 
-    started = {name: start(name) for name in of_the_root(request, "typed")}
-
     @functools.cache
     def run(name):
-        folder, log, program = started.get(name) or start(name)
-        done = program.finish()
-        assert done.returncode == 0, done.stdout + done.stderr
+        folder, log, program = start(name)
+        done = program.succeed()
         # torch.profiler logs there that it starts and stops; such lines may mingle.
         complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
         threads = [file.read_text() for file in log.iterdir()]
         return folder, done._replace(stderr=complaints), threads
 
+    run.start = start
     return run
 
 
 @pytest.fixture(scope="session")
-def killed(tmp_path_factory, request):
+def killed(tmp_path_factory):
     """`killed(name)`: (folder, Done, processes left) of a run like those of `runs`.
 
     In its third epoch, the last rank gets SIGKILL: it has saved 2 epochs. The scripts
-    of the root run in new interpreters, because how they end is the claim. They start
-    at once and run beside the tests before theirs.
+    of the root run in new interpreters, because how they end is the claim.
     """
 
+    @functools.cache
     def start(name):
         folder = tmp_path_factory.mktemp("killed")
-        copy = tmp_path_factory.mktemp("copy")
-        hooks = [in_step_80, record_in_one_piece]
-        script = launch.plant(name, copy, hooks=hooks)
-        size = launch.batch_size(name, 64)
-        words = launch.command(script, 5, 2, "--batch-size", size)
-        env = {"MARK": f"killed {name}", "IN_STEP_80": "kill"}
-        env = launch.environment(script, env)
-        return folder, Program(words, folder, real="/" not in name, **env)
-
-    started = {name: start(name) for name in of_the_root(request, "killed")}
+        program = launch.start(
+            name,
+            5,
+            2,
+            "--batch-size",
+            launch.batch_size(name, 64),
+            cwd=folder,
+            real=name in THE_ROOT,
+            hooks=[in_step_80, record_in_one_piece],
+            MARK=f"killed {name}",
+            IN_STEP_80="kill",
+        )
+        return folder, program
 
     @functools.cache
     def run(name):
-        folder, program = started.get(name) or start(name)
+        folder, program = start(name)
         done = program.finish()
         left = []
         if os.path.isdir("/proc/self"):
             left = left_over(f"killed {name}")
         return folder, done, left
 
+    run.start = start
     return run
 
 
 @pytest.fixture(scope="session", autouse=True)
 def long_runs_begin(request):
     """Those of the root run beside the first tests, whichever these are."""
-    for name in ("typed", "killed"):
-        if of_the_root(request, name):
-            request.getfixturevalue(name)
+    for fixture in ("typed", "killed"):
+        for test in request.session.items:
+            if fixture in test.fixturenames and about(test) in THE_ROOT:
+                request.getfixturevalue(fixture).start(about(test))
 
 
 @pytest.fixture(scope="session")
 def probes(tmp_path_factory):
-    """`probes(name, nprocs)`: ([(train, held-out loss)], [facts of each rank], Done).
+    """`probes(name, nprocs)`: ([facts of each rank], Done).
 
     Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
@@ -267,9 +265,11 @@ def probes(tmp_path_factory):
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
         size = launch.batch_size(name, 66, nprocs)
-        how = {"cwd": folder, "nprocs": nprocs, "hooks": [*hooks, probe]}
-        done = launch.train(name, 2, 1, "--batch-size", size, **how)
-        return results.losses(done), noted(folder, "probe", nprocs), done
+        hooks = [*hooks, probe]
+        done = launch.train(
+            name, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+        )
+        return noted(folder, "probe", nprocs), done
 
     def get(name, nprocs=2, hooks=()):
         return run(name, processes_of(name, nprocs), hooks)

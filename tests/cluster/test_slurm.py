@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
+from tests.helpers.checks import assert_same_snapshot
 from tests.hooks.faults import in_step_80, wait_in_step_80
 from tools.run import slurm_cluster
 from tools.run.launch import plant
 from tools.run.processes import PATH
-from tools.run.results import load, same_bits
 
 reason = slurm_cluster.why_not()
 pytestmark = [
@@ -118,7 +118,7 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
     assert job.output.count("\nepoch 5/5 ") == 1
     assert not (tmp_path / "run7.pt.preempted").exists()
     undisturbed, _ = runs(VARIANT)
-    assert same_bits(load(tmp_path / "run7.pt"), load(undisturbed / "snapshot.pt"))
+    assert_same_snapshot(tmp_path / "run7.pt", undisturbed)
 
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.fences import fence
-from tools.run.processes import Program
+from tools.run.launch import torchrun
 from tools.scripts import ROOT
 
 
@@ -84,7 +84,5 @@ def test_the_plan_of_a_transformer(tmp_path):
     plan = fence("docs/split_your_model.md", "PLAN = {}")
     script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
     (tmp_path / "blocks.py").write_text(script)
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", "blocks.py"]
-    done = Program(words, tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1).finish()
-    assert done.returncode == 0, done.stderr
+    done = torchrun("blocks.py", cwd=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
     assert done.stdout == 2 * f"{48 * (128 + 128 + 12 + 8 + 16)}\n"

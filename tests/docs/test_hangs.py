@@ -36,8 +36,8 @@ def skipped(tmp_path_factory):
         ("timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT_S})"),
         ("save()  # this", loader),
     )
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "skip"]
-    program = Program(words, folder, real=True)
+    command = f"torchrun --standalone --nproc-per-node=2 {script} skip"
+    program = Program(command.split(), folder, real=True)
     # The first is written after 1 s, and the loop takes less.
     wait_until(lambda: program.poll() or len([*folder.glob("trace_?")]) == 2)
     looked = Program(["sh", STACKS, program.pid], folder, real=True).finish()

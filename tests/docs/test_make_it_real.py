@@ -64,11 +64,18 @@ def test_a_weighted_mean_on_several_processes(case, tmp_path):
         own_task = load_train_objs, task.replace("REDUCTION", reduction)
         for nprocs in (1, 2, 4):
             cwd = tmp_path / f"{reduction}_{nprocs}"
-            how = {"changes": [own_task, ("lr=0.001", "lr=0.1"), *changes]}
-            size = ("--batch-size", 64 // nprocs)
-            done = train("multigpu.py", 3, 3, *size, cwd=cwd, nprocs=nprocs, **how)
+            done = train(
+                "multigpu.py",
+                3,
+                3,
+                "--batch-size",
+                64 // nprocs,
+                cwd=cwd,
+                nprocs=nprocs,
+                changes=[own_task, ("lr=0.001", "lr=0.1"), *changes],
+            )
             _, loss = losses(done)[-1]
-            model = load(cwd / "snapshot.pt")["MODEL_STATE"]
+            model = load(cwd)["MODEL_STATE"]
             found.append((torch.tensor(loss), model["weight"]))
         return zip(*found, strict=True)
 

@@ -28,11 +28,9 @@ def launch_on_own_disks(script, *arguments, cwd, nprocs=2, hooks=(), **env):
     }
     ranks = []
     for rank in range(nprocs):
-        folder = cwd / str(rank)
-        folder.mkdir(parents=True, exist_ok=True)
         its_own = {"RANK": rank, "LOCAL_RANK": 0, **env}
         words = ["python", ROOT / script, *arguments]
-        ranks.append(Program(words, folder, hooks=hooks, **its_own))
+        ranks.append(Program(words, cwd / str(rank), hooks=hooks, **its_own))
     return [rank.finish() for rank in ranks]
 
 

@@ -24,9 +24,8 @@ def site(tmp_path_factory):
     """The folder of the site, built from clean, as CONTRIBUTING.md says."""
     pytest.importorskip("notfound", reason="tools/site/requirements.txt has it")
     folder = tmp_path_factory.mktemp("site")
-    words = ["python", "-m", "sphinx", "-W", "-q", "-c", "tools/site", "docs", folder]
-    done = Program(words, ROOT, real=True).finish()
-    assert done.returncode == 0, done.stderr
+    command = f"python -m sphinx -W -q -c tools/site docs {folder}"
+    Program(command.split(), ROOT, real=True).succeed()
     return folder
 
 

@@ -29,10 +29,10 @@ def note_held(script):
     """held.RANK.json: what a rank holds of the model, in bytes.
 
     "moved": each module that goes to the device, with the bytes of it that are not in
-    parts, and those that are left of the model as it was made. "left": these, after the
-    last. "parts": of weights, gradients and optimizer state, after training. "mapped":
-    whether the snapshot is read from the disk where it is used. "gathered": the device
-    of a gathered weight. "wrapped": whether DDP is there.
+    parts, and those that are left of the model as it was made. "parts": of weights,
+    gradients and optimizer state, after training. "mapped": whether the snapshot is
+    read from the disk where it is used. "gathered": the device of a gathered weight.
+    "wrapped": whether DDP is there.
     """
     made = []
     facts = {"moved": [], "mapped": False}
@@ -59,7 +59,6 @@ def note_held(script):
         inner(*arguments)
 
     def train(inner, self, *arguments):
-        facts["left"] = left()
         inner(self, *arguments)
         weights = list(self.model.parameters())
         gradients = [weight.grad for weight in weights]

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch import nn
 
 import utils
 
@@ -33,7 +34,7 @@ def float64(train_set, eval_set, model, loss_fn):
     return double(train_set), double(eval_set), model.double(), loss_fn
 
 
-class RunningMean(torch.nn.Module):
+class RunningMean(nn.Module):
     """Subtracts the mean of what it has seen: training reads this buffer."""
 
     def __init__(self, features):
@@ -51,7 +52,7 @@ def in_front(script, layer):
 
     def change(train_set, eval_set, model, loss_fn):
         source, _ = eval_set[0]
-        model = torch.nn.Sequential(layer(len(source)), model)
+        model = nn.Sequential(layer(len(source)), model)
         return train_set, eval_set, model, loss_fn
 
     replace(script, "load_train_objs", lambda load: change(*load()))
@@ -63,14 +64,14 @@ def in_front(script, layer):
 
 
 def batch_norm(script):
-    in_front(script, torch.nn.BatchNorm1d)
+    in_front(script, nn.BatchNorm1d)
 
 
 def running_mean(script):
     in_front(script, RunningMean)
 
 
-class Weighted(torch.nn.Module):
+class Weighted(nn.Module):
     """A loss whose weights must have been moved, to whatever device."""
 
     def __init__(self, loss_fn):
@@ -96,7 +97,7 @@ def weighted_loss(train_set, eval_set, model, loss_fn):
 def large_model(_, eval_set, _model, loss_fn):
     """64 samples, and a model of nine million weights."""
     train_set = utils.MyTrainDataset(64)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(20, 3000), torch.nn.Linear(3000, 3000), torch.nn.Linear(3000, 1)
+    model = nn.Sequential(
+        nn.Linear(20, 3000), nn.Linear(3000, 3000), nn.Linear(3000, 1)
     )
     return train_set, eval_set, model, loss_fn

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checks import assert_same_snapshot
 from tests.hooks import replace, write
 from tests.hooks.faults import in_step
 from tools.run.processes import Program
-from tools.run.results import load, same_bits, weights
+from tools.run.results import load, weights
 from tools.scripts import ROOT
 
 METRICS = "mingpt.metrics.csv"
@@ -43,8 +44,7 @@ def gpt(text):
     status: how it must end. how: `real`, `hooks` and variables, as of `launch`.
     """
 
-    def run(folder, options, nprocs=None, status=0, real="", hooks=(), **env):
-        folder.mkdir(exist_ok=True)
+    def run(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
         words = ["python"]
         if nprocs:
             words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
@@ -147,7 +147,7 @@ def check_resumes(run, folder, options, disturb, status, resumes_at, **how):
     assert steps_run(stopped) == resumes_at
     done = run(stopped, options, **how)
     assert f"{resumes_at} of {steps_run(whole)} steps are finished in" in done.stdout
-    assert same_bits(snapshot(stopped), snapshot(whole))
+    assert_same_snapshot(stopped / "mingpt.pt", whole / "mingpt.pt")
     return done
 
 

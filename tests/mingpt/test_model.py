@@ -5,6 +5,7 @@ What holds for mingpt/modern.py, too, is tested of both.
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from mingpt import cpu_attention, generation, loading, modern, options
 from mingpt import model as module
@@ -49,12 +50,12 @@ def test_attention_in_bfloat16_on_a_cpu():
     q, k, v = torch.randn(3, 2, 2, 16, 8).bfloat16()
     exact = module.attention(q.float(), k.float(), v.float(), dropout=0.0)
     found = cpu_attention.attention(q, k, v, dropout=0.0)
-    torch.testing.assert_close(found, exact.bfloat16(), rtol=0, atol=0.02)
+    assert_close(found, exact.bfloat16(), rtol=0, atol=0.02)
 
     # The mean over many draws of the dropout is what there is without it.
     draws = [cpu_attention.attention(q, k, v, dropout=0.2) for _ in range(2000)]
     mean = torch.stack(draws).float().mean(0)
-    torch.testing.assert_close(mean, exact, rtol=0, atol=0.1)
+    assert_close(mean, exact, rtol=0, atol=0.1)
 
 
 @both
@@ -120,7 +121,7 @@ def test_checkpoint_changes_the_memory_and_no_gradient():
     all_kept, expected = step(checkpoint=False)
     few_kept, found = step(checkpoint=True)
     assert few_kept < all_kept / 2
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 @both
@@ -156,7 +157,7 @@ def test_temperature_and_top_k_choose():
         return drawn.flatten().bincount(minlength=4) / 4000
 
     expected = (row / 2).softmax(0)
-    torch.testing.assert_close(shares(2), expected, rtol=0, atol=0.03)
+    assert_close(shares(2), expected, rtol=0, atol=0.03)
     assert shares(1, top_k=2).count_nonzero() == 2
     assert shares(1, top_k=9).all()
     assert shares(0).tolist() == [0, 1, 0, 0]

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from benchmarks import ablation
 from mingpt import modern as module
@@ -79,7 +80,7 @@ def test_rotary_scores_depend_on_the_distance_alone():
         cos_sin = module.rotary(start, start + 6, head_size=8, device="cpu")
         return module.apply_rotary(q, cos_sin) @ module.apply_rotary(k, cos_sin).mT
 
-    torch.testing.assert_close(scores(0), scores(50), rtol=0, atol=1e-5)
+    assert_close(scores(0), scores(50), rtol=0, atol=1e-5)
 
 
 def test_rotary_angles_are_those_of_roformer():
@@ -87,8 +88,8 @@ def test_rotary_angles_are_those_of_roformer():
     with torch.device("meta"):  # tensors without a device come here, without values
         cos, sin = module.rotary(start=3, end=5, head_size=8, device="cpu")
     angles = torch.tensor([[3, 0.3, 0.03, 0.003], [4, 0.4, 0.04, 0.004]])
-    torch.testing.assert_close(cos, angles.cos())
-    torch.testing.assert_close(sin, angles.sin())
+    assert_close(cos, angles.cos())
+    assert_close(sin, angles.sin())
 
 
 def test_queries_and_keys_are_turned():
@@ -105,7 +106,7 @@ def test_norms_do_not_center():
     x = 3 + 5 * torch.randn(4, 32, dtype=torch.float64)
     expected = x / x.square().mean(dim=1, keepdim=True).sqrt()
     for norm in (model.h[0].ln_1, model.h[0].ln_2, model.ln_f):
-        torch.testing.assert_close(norm(x), expected)
+        assert_close(norm(x), expected)
 
 
 def test_qk_norm_makes_scores_independent_of_the_size_of_queries_and_keys():
@@ -115,14 +116,14 @@ def test_qk_norm_makes_scores_independent_of_the_size_of_queries_and_keys():
     weight = model.transformer.h[0].attn.c_attn.weight.detach()
     weight[:64] *= 10  # above the values'
     after, _ = model(idx)
-    torch.testing.assert_close(after, before)
+    assert_close(after, before)
 
 
 def test_squared_relu_is_quadratic():
     mlp = with_large_weights(build(module)).transformer.h[0].mlp
     x = torch.randn(4, 32, dtype=torch.float64)
     inner = mlp.c_fc(x).clamp(min=0)
-    torch.testing.assert_close(mlp(x), mlp.c_proj(inner**2))
+    assert_close(mlp(x), mlp.c_proj(inner**2))
 
 
 def test_a_new_block_changes_nothing_and_the_head_is_the_embedding():
@@ -130,7 +131,7 @@ def test_a_new_block_changes_nothing_and_the_head_is_the_embedding():
     idx = tokens(model)
     embedded = model.transformer.wte(idx)
     expected = model.transformer.ln_f(embedded)
-    torch.testing.assert_close(model.hidden(idx), expected)
+    assert_close(model.hidden(idx), expected)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.std() > 0.01
 

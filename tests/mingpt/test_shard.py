@@ -49,8 +49,14 @@ def test_no_gloo_thread_outlives_main(gpt, tmp_path, options, status, error, exp
     """One that does may abort the exit."""
     log = tmp_path / "log"
     log.mkdir()
-    env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log}
-    how = {"nprocs": 2, "status": status, "real": "only a new interpreter shows it"}
-    done = gpt(tmp_path, f"--steps 2 {options}", **how, **env)
+    done = gpt(
+        tmp_path,
+        f"--steps 2 {options}",
+        nprocs=2,
+        status=status,
+        real=True,
+        PYTHONPATH=f"{OBSERVER}:{ROOT}",
+        THREADS_LOG=log,
+    )
     assert error in done.stderr
     assert [file.read_text() for file in log.iterdir()] == expected

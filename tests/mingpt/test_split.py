@@ -42,9 +42,15 @@ def test_resumes_bit_for_bit(long_run, tmp_path):
 
     The ranks of a replica share a seed, and each replica has its own.
     """
-    told = at_step(3, get_sigterm, rank=1, ask_every=1)
-    how = {"disturb": told, "status": 1, "resumes_at": 3, "nprocs": 4}
-    check_resumes(long_run, tmp_path, f"{TWO_GROUPS} --dropout 0.1", **how)
+    check_resumes(
+        long_run,
+        tmp_path,
+        f"{TWO_GROUPS} --dropout 0.1",
+        disturb=at_step(3, get_sigterm, rank=1, ask_every=1),
+        status=1,
+        resumes_at=3,
+        nprocs=4,
+    )
     first, second, third, fourth = noted(tmp_path / "whole", "seed", ranks=4)
     assert first == second != third == fourth
 

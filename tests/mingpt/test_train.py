@@ -77,8 +77,8 @@ def test_resume(gpt, tmp_path, number, status, resumes_at):
         trainer._finish_writing()
         signal.raise_signal(number)
 
-    how = {"disturb": at_step(9, befall), "status": status, "resumes_at": resumes_at}
-    done = check_resumes(gpt, tmp_path, RESUMABLE, **how)
+    disturb = at_step(9, befall)
+    done = check_resumes(gpt, tmp_path, RESUMABLE, disturb, status, resumes_at)
     assert "trained on another text" not in done.stdout
     rows = metrics(tmp_path / "stopped" / METRICS)
     assert [row["step"] for row in rows] == [6, 12]
@@ -87,19 +87,30 @@ def test_resume(gpt, tmp_path, number, status, resumes_at):
 @pytest.mark.waits
 def test_resume_compiled(gpt, tmp_path):
     """Also with two threads, which share the sum of an embedding's gradient."""
-    how = {"status": os.EX_TEMPFAIL, "resumes_at": 10, "OMP_NUM_THREADS": 2}
-    disturb = at_step(9, get_sigterm)
-    check_resumes(gpt, tmp_path, f"{RESUMABLE} --compile on", disturb=disturb, **how)
+    check_resumes(
+        gpt,
+        tmp_path,
+        f"{RESUMABLE} --compile on",
+        disturb=at_step(9, get_sigterm),
+        status=os.EX_TEMPFAIL,
+        resumes_at=10,
+        OMP_NUM_THREADS=2,
+    )
 
 
 @pytest.mark.waits
 @pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern --shard"])
 def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
-    how = {"status": 1, "resumes_at": 10, "nprocs": 2}  # torchrun's own status
-    options = f"{RESUMABLE} --model {model}"
-    disturb = at_step(9, get_sigterm, rank=1)
-    check_resumes(gpt, tmp_path, options, disturb=disturb, **how)
+    check_resumes(
+        gpt,
+        tmp_path,
+        f"{RESUMABLE} --model {model}",
+        disturb=at_step(9, get_sigterm, rank=1),
+        status=1,  # torchrun's own
+        resumes_at=10,
+        nprocs=2,
+    )
     assert (tmp_path / "stopped" / "mingpt.pt.preempted").exists()
 
 
@@ -153,8 +164,8 @@ def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
         with FakeTensorMode():
             get_sigterm(trainer)
 
-    status = os.EX_TEMPFAIL
-    gpt(tmp_path, RESUMABLE, status=status, hooks=[at_step(9, befall)])
+    hooks = [at_step(9, befall)]
+    gpt(tmp_path, RESUMABLE, status=os.EX_TEMPFAIL, hooks=hooks)
     assert steps_run(tmp_path) == 10
 
 
@@ -170,8 +181,8 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
 
         replace(script["utils"], "save_atomically", save_atomically)
 
-    how = {"disturb": write_the_first_slowly, "status": 0, "resumes_at": 6}
-    check_resumes(gpt, tmp_path, RESUMABLE, **how)
+    disturb = write_the_first_slowly
+    check_resumes(gpt, tmp_path, RESUMABLE, disturb, status=0, resumes_at=6)
 
 
 @pytest.mark.waits

@@ -40,8 +40,7 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
 def test_scaling_is_measured_and_predicted():
     command = "python -m benchmarks.scaling variants/fsdp.py"
     command += " --rounds=3 --steps=2 --batch-size=256"
-    done = Program(command.split(), ROOT).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = Program(command.split(), ROOT).succeed()
     median = r" +([\d.,]+)%? \(\S+ \.\. \S+\)"
     found = {}
     for name, *row in re.findall(f"(?m)^(.*?\\S){3 * median}", done.stdout):

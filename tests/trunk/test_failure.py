@@ -7,21 +7,15 @@ import uuid
 
 import pytest
 
+from tests.helpers.checks import assert_same_snapshot
 from tests.hooks.faults import in_step_80, killed_attempts, record_in_one_piece
-from tools.run.launch import ENTRY, command, environment, launch, plant
-from tools.run.processes import Program, descendants, left_over, wait_until
-from tools.run.results import load, same_bits
+from tools.run.launch import ENTRY, launch, start
+from tools.run.processes import descendants, left_over, wait_until
+from tools.run.results import load
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
 )
-
-
-def wait_until_they_end(pids):
-    def all_have_ended():
-        return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-    wait_until(all_have_ended)
 
 
 @pytest.mark.waits
@@ -35,8 +29,9 @@ def test_a_rank_that_is_killed_is_named(killed, name):
 
 
 def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
-    how = {"real": "", "hooks": [in_step_80], "IN_STEP_80": "raise"}
-    done = launch("multigpu.py", 5, 2, cwd=tmp_path, **how)
+    done = launch(
+        "multigpu.py", 5, 2, cwd=tmp_path, hooks=[in_step_80], IN_STEP_80="raise"
+    )
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: planted")
@@ -52,7 +47,7 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
         5,
         2,
         cwd=tmp_path,
-        real="what is known of a process that ended is the claim",
+        real=True,
         hooks=[in_step_80, record_in_one_piece],
         MARK=mark,
         IN_STEP_80="raise",
@@ -78,27 +73,31 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     if number == signal.SIGTERM:
         ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
         changes = [(ENTRY, f"{ENTRY}\n    {ignore}")]
-    script = plant("multigpu.py", tmp_path / "copy", *changes)
     # Not a fork, which leaves out what Python does at its end: wait for its processes.
-    run = Program(command(script, 10**6, 1), tmp_path, real=True)
+    run = start("multigpu.py", 10**6, 1, cwd=tmp_path, real=True, changes=changes)
     wait_until((tmp_path / "snapshot.pt").exists)
     ranks = descendants(run.pid)
     assert len(ranks) >= 2
     os.kill(run.pid, number)
     assert run.finish().returncode != 0
-    wait_until_they_end(ranks)
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] >= 1
+    wait_until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
+    assert load(tmp_path)["EPOCHS_RUN"] >= 1
 
 
 def restarted(folder, kills, restarts, **env):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
-    hooks = [killed_attempts, record_in_one_piece]
-    script = plant("multinode.py", folder / "copy", hooks=hooks)
-    words = command(script, 5, 1)
-    words.insert(words.index("--standalone"), f"--max-restarts={restarts}")
-    env |= {"KILLS": kills, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
-    env = environment(script, env)
-    return Program(words, folder, real=True, **env).finish()
+    return launch(
+        "multinode.py",
+        5,
+        1,
+        cwd=folder,
+        real=True,
+        hooks=[killed_attempts, record_in_one_piece],
+        KILLS=kills,
+        PET_MAX_RESTARTS=restarts,  # torchrun's --max-restarts
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+        **env,
+    )
 
 
 @pytest.mark.waits
@@ -116,8 +115,7 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
     resumed = re.findall(r"(\d) of 5 epochs are finished", done.stdout)
     assert resumed == ["0", "1", "2"], "nothing that was saved is done again"
     undisturbed, _ = runs("multinode.py")
-    mine = load(tmp_path / "snapshot.pt")
-    assert same_bits(mine, load(undisturbed / "snapshot.pt"))
+    assert_same_snapshot(tmp_path, undisturbed)
 
 
 @pytest.mark.waits
@@ -131,5 +129,5 @@ def test_restarts_are_used_up(tmp_path):
     report = done.stderr.split("FAILED")[1]
     killed = report.split("rank      : 1 (local_rank: 1)")[1].split("rank  ")[0]
     assert "Signal 9 (SIGKILL) received by PID" in killed
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == 2
+    assert load(tmp_path)["EPOCHS_RUN"] == 2
     assert not left_over(mark)

@@ -15,18 +15,12 @@ import pytest
 import torch
 
 from tests.conftest import VISIBLE
-from tests.helpers.checks import hooks_to_compare
+from tests.helpers.checks import assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
 from tests.hooks.accelerators import share_one_gpu
-from tools.run.launch import (
-    HOOKS,
-    environment,
-    plant,
-    task_of,
-    train,
-)
+from tools.run.launch import HOOKS, environment, plant, task_of, train
 from tools.run.processes import Program
-from tools.run.results import load, losses, same_bits
+from tools.run.results import load, losses
 from tools.scripts import ROOT, SCRIPTS
 
 
@@ -42,7 +36,7 @@ def gpus():
 KIND = "cuda" if gpus() else "standin"
 # NCCL would print lines among the script's.
 ENV = {"CUDA_VISIBLE_DEVICES": (VISIBLE or "0").split(",")[0], "NCCL_DEBUG": None}
-REAL = "a GPU's driver does not survive a fork"
+REAL = True  # a GPU's driver does not survive a fork
 NO_TIMER = "this comes nowhere"
 # torch 2.11 says this of each profiler that has a schedule, though nothing is lost.
 CLEARS = r".*Warning: Profiler clears events.*\n  _warn_once\("
@@ -50,7 +44,7 @@ if KIND == "standin":
     NO_TIMER = ".*Time stats are currently only collected for CPU and CUDA devices.*"
     NO_TIMER += r"|(WARNING|INFO|ERROR):.*\.cpp:.*"  # CUDA's profiler finds no GPU
     ENV = {"PYTHONPATH": ROOT / "tests" / "standin", "STANDIN_DEVICES": 1}
-    REAL = ""
+    REAL = False
 ONE = {"nprocs": 1, "real": REAL, **ENV}
 needs_gpu = pytest.mark.skipif(
     KIND == "standin", reason="compiles for GPUs: no GPU answers"
@@ -108,14 +102,12 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_resumes_bit_for_bit(name, tmp_path):
     def trained(folder, *ends):
-        folder.mkdir()
         for end in ends:
             train(name, end, 2, *OPTIONS[name], cwd=folder, **ONE)
-        return load(folder / "snapshot.pt")
 
-    undisturbed = trained(tmp_path / "undisturbed", 5)
-    resumed = trained(tmp_path / "resumed", 2, 5)
-    assert same_bits(resumed, undisturbed)
+    trained(tmp_path / "undisturbed", 5)
+    trained(tmp_path / "resumed", 2, 5)
+    assert_same_snapshot(tmp_path / "resumed", tmp_path / "undisturbed")
 
 
 BY_GLOO = [
@@ -130,8 +122,8 @@ BY_GLOO = [
 @pytest.mark.parametrize("name", BY_GLOO)
 def test_two_ranks_share_the_gpu(runs, name, tmp_path):
     """By gloo, which takes tensors of a GPU: NCCL refuses two ranks on one."""
-    how = {"hooks": [share_one_gpu], "real": REAL, **ENV}
-    done = train(name, 5, 2, "--batch-size", 32, cwd=tmp_path, **how)
+    hooks = [share_one_gpu]
+    done = train(name, 5, 2, cwd=tmp_path, real=REAL, hooks=hooks, **ENV)
     assert f"2 x {KIND}, " in done.stdout
     _, on_the_cpu = runs(name)
     assert_close(losses(done), losses(on_the_cpu))
@@ -147,7 +139,6 @@ def printed(done):
 
 
 def gpt(*options, cwd, script=("-m", "mingpt.train"), **how):
-    cwd.mkdir(exist_ok=True)
     steps = ["--steps", 20, "--eval-every", 10]
     return run(*script, *TEXT, *steps, *options, cwd=cwd, **how)
 
@@ -165,42 +156,39 @@ def test_mingpt_trains_as_on_the_cpu(more, gpt_losses, tmp_path):
     done = gpt(*FP32, *more, cwd=tmp_path, nprocs=1)
     assert f"1 x {KIND}, " in done.stdout
     assert_close(printed(done), gpt_losses, rtol=1e-2)
-    words = ["-m", "mingpt.sample", "--tokens", 20, "--prompt", "The "]
-    text = run(*words, cwd=tmp_path).stdout
-    assert text.startswith("The ")
+    words = "-m mingpt.sample --tokens 20 --prompt The"
+    text = run(*words.split(), cwd=tmp_path).stdout
+    assert text.startswith("The")
     assert len(text) > 20
 
 
 def stopped_and_resumed(folder, *options):
-    """[(what was printed, the snapshot)] of a run, and of one that gets SIGTERM."""
-    undisturbed = folder / "undisturbed"
-    resumed = folder / "resumed"
-    expected = printed(gpt(*options, cwd=undisturbed))[-1:]
-    how = {"script": [HOOKS / "gpt.py"], "status": os.EX_TEMPFAIL}
-    gpt(*options, cwd=resumed, **how, **ENV)
-    found = printed(gpt(*options, cwd=resumed))[-1:]
-    return [
-        (expected, load(undisturbed / "mingpt.pt")),
-        (found, load(resumed / "mingpt.pt")),
-    ]
+    """The Done of a run, and of one that goes on after SIGTERM; and their snapshots."""
+    whole = folder / "whole"
+    parts = folder / "parts"
+    expected = gpt(*options, cwd=whole)
+    script = [HOOKS / "gpt.py"]
+    gpt(*options, cwd=parts, script=script, status=os.EX_TEMPFAIL, **ENV)
+    found = gpt(*options, cwd=parts)
+    return expected, found, whole / "mingpt.pt", parts / "mingpt.pt"
 
 
 def test_mingpt_resumes_after_sigterm_bit_for_bit(tmp_path):
-    (_, undisturbed), (_, resumed) = stopped_and_resumed(
+    _, _, whole, parts = stopped_and_resumed(
         tmp_path, "--precision", "fp16", "--compile", "off"
     )
-    assert same_bits(resumed, undisturbed)
+    assert_same_snapshot(parts, whole)
 
 
 @needs_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_compiled_mingpt_resumes_after_sigterm(precision, tmp_path):
     """To rounding: compiled kernels add up an embedding's gradient in any order."""
-    (expected, undisturbed), (found, resumed) = stopped_and_resumed(
+    expected, found, whole, parts = stopped_and_resumed(
         tmp_path, "--precision", precision, "--compile", "on"
     )
-    assert resumed["STEPS_RUN"] == undisturbed["STEPS_RUN"]
-    assert_close(found, expected, rtol=1e-2)
+    assert load(parts)["STEPS_RUN"] == load(whole)["STEPS_RUN"]
+    assert_close(printed(found)[-1:], printed(expected)[-1:], rtol=1e-2)
 
 
 def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
@@ -216,7 +204,6 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
     )
 
     def converted(folder, nprocs, *options):
-        folder.mkdir()
         done = run(script, "--epochs", 2, *options, cwd=folder, nprocs=nprocs)
         found = re.findall(r"^test loss (\S+),", done.stdout, re.M)
         return [float(loss) for loss in found]

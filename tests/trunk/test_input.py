@@ -13,8 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
 
 import utils
 from tests.helpers.checks import help_of
-from tools.run.launch import launch, run_script, train
-from tools.run.processes import Program
+from tools.run.launch import launch, run_script, torchrun, train
 from tools.run.results import load
 from tools.scripts import ROOT
 
@@ -93,8 +92,7 @@ def test_multinode_without_torchrun_says_what_to_type(tmp_path):
 def test_torchrun_does_not_start_what_python_starts(tmp_path, monkeypatch):
     """Two processes would train, each for itself, and save to one path."""
     for name in ("single_gpu.py", "multigpu.py"):
-        how = {"cwd": tmp_path, "TORCHELASTIC_RUN_ID": "run"}
-        done = run_script(ROOT / name, 5, 1, **how)
+        done = run_script(ROOT / name, 5, 1, cwd=tmp_path, TORCHELASTIC_RUN_ID="run")
         line = "start this script with python, not with torchrun"
         assert done == (2, "", f"{name}: error: {line}\n")
     assert not os.listdir(tmp_path)
@@ -256,9 +254,7 @@ for frozen in (False, True):
 def test_what_ranks_must_have_in_common(tmp_path):
     """The numbers of training and of held-out samples, and each weight to 1e-5."""
     (tmp_path / "ranks.py").write_text(OF_TWO_RANKS)
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", "ranks.py"]
-    done = Program(words, tmp_path, PYTHONPATH=ROOT).finish()
-    assert done.returncode == 0, done.stderr
+    done = torchrun("ranks.py", cwd=tmp_path, PYTHONPATH=ROOT)
     lines = done.stderr.splitlines()
     start = "ranks.py: error: ranks have different numbers of (training, held-out)"
     assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
@@ -353,7 +349,7 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
     torch.save(snapshot, path)
     before = path.read_bytes()
-    done = launch(name, 9, 1, cwd=path.parent, real="")
+    done = launch(name, 9, 1, cwd=path.parent)
     line = "snapshot.pt belongs to another model: choose another --snapshot-path"
     assert done.stderr.count(f"{name}: error: {line}\n") == 1
     if name == "multinode.py":  # torchrun adds a report

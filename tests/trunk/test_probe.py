@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_losses, hooks_to_compare
 from tools.run.launch import DISTRIBUTED, task_of
+from tools.run.results import losses
 from tools.scripts import SCRIPTS
 
 # 197 samples by 3 ranks and 17 held out: nothing divides evenly.
@@ -25,11 +26,6 @@ def replicas(facts):
     return list(found.values())
 
 
-def together(facts, key):
-    """What all ranks have noted, in one list."""
-    return [value for rank in facts for value in rank[key]]
-
-
 def steps(facts, epoch):
     """The samples of each step of all replicas together, as sets."""
     orders = [rank["orders"][epoch] for rank in facts]
@@ -46,8 +42,8 @@ def steps(facts, epoch):
 @of_each_run
 def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
     """Also where neither batches nor ranks divide the number of samples."""
-    _, alone, _ = probes("single_gpu.py")
-    _, facts, _ = probes(name, nprocs)
+    alone, _ = probes("single_gpu.py")
+    facts, _ = probes(name, nprocs)
     facts = replicas(facts)
     for epoch in (0, 1):
         seen = [index for rank in facts for index in rank["orders"][epoch]]
@@ -63,23 +59,23 @@ def test_every_step_has_the_samples_of_one_process(probes, name, nprocs):
 def test_same_losses_and_weights_as_one_process(probes, name, nprocs):
     """On 197 samples and 17 held out."""
     hooks = hooks_to_compare(name)
-    losses_alone, (alone,), _ = probes(task_of(name), 1, hooks)
-    losses, ranks, _ = probes(name, nprocs, hooks)
-    assert_same_losses(losses, losses_alone)
+    (alone,), done_alone = probes(task_of(name), 1, hooks)
+    ranks, done = probes(name, nprocs, hooks)
+    assert_same_losses(losses(done), losses(done_alone))
     for rank in ranks:
         assert_close(rank["weights"], alone["weights"], rtol=0, atol=1e-6)
 
 
 @of_each_run
 def test_every_held_out_sample_counts_once(probes, name, nprocs):
-    _, facts, _ = probes(name, nprocs)
-    evaluated = together(replicas(facts), "evaluated")
+    facts, _ = probes(name, nprocs)
+    evaluated = [index for rank in replicas(facts) for index in rank["evaluated"]]
     assert sorted(evaluated) == list(range(17))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_order_differs_by_epoch(probes, name):
-    _, facts, _ = probes(name)
+    facts, _ = probes(name)
     for rank in facts:
         first, second = rank["orders"]
         assert first != second
@@ -88,40 +84,39 @@ def test_order_differs_by_epoch(probes, name):
 @of_each_run
 def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
     """Dropout masks and the like, which ranks that share a batch share as well."""
-    _, facts, _ = probes(name, nprocs)
-    facts = replicas(facts)
-    drawn = together(facts, "random")
-    assert len(set(drawn)) == 2 * len(facts)
+    facts, _ = probes(name, nprocs)
+    drawn = {number for rank in facts for number in rank["random"]}
+    assert len(drawn) == 2 * facts[0]["replicas"]
 
 
 @of_each_run
 def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
-    _, facts, _ = probes(name, nprocs)
+    facts, _ = probes(name, nprocs)
     assert [rank["local_rank"] for rank in facts] == list(range(nprocs))
 
 
 @of_each_run
 def test_processes_share_the_cores(probes, name, nprocs):
-    _, facts, _ = probes(name, nprocs)
+    facts, _ = probes(name, nprocs)
     cores = max(nprocs, os.cpu_count())
     assert sum(rank["threads"] for rank in facts) <= cores
 
 
 @of_each_run
 def test_no_wait_is_longer_than_five_minutes(probes, name, nprocs):
-    _, facts, _ = probes(name, nprocs)
+    facts, _ = probes(name, nprocs)
     assert [rank["timeout_s"] for rank in facts] == [300] * nprocs
 
 
 @of_each_run
 def test_one_rank_writes(probes, name, nprocs):
-    _, facts, _ = probes(name, nprocs)
+    facts, _ = probes(name, nprocs)
     assert [rank["writes"] for rank in facts] == [2] + [0] * (nprocs - 1)
 
 
 @of_each_run
 def test_one_rank_prints(probes, name, nprocs):
-    _, _, done = probes(name, nprocs)
+    _, done = probes(name, nprocs)
     assert done.stdout.count("effective batch 66") == 1
     assert done.stdout.count("epoch 1/2 |") == 1
     assert done.stdout.count("epoch 2/2 |") == 1

@@ -1,6 +1,5 @@
 """Snapshots: a kill never leaves half of one, and the newest is resumed from."""
 
-import functools
 import json
 import os
 import random
@@ -10,16 +9,17 @@ import signal
 import numpy
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import utils
-from tests.helpers.checks import noted
+from tests.helpers.checks import assert_same_snapshot, noted
 from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.models import large_model
 from tests.hooks.notes import note_device, note_memory
-from tools.run.launch import DISTRIBUTED, command, launch, train
-from tools.run.processes import Program, wait_until
-from tools.run.results import load, same_bits
+from tools.run.launch import DISTRIBUTED, launch, start, train
+from tools.run.processes import wait_until
+from tools.run.results import load
 
 
 @pytest.mark.parametrize("moment", ["save", "fsync", "replace"])
@@ -82,7 +82,7 @@ def test_a_link_stays_a_link(tmp_path):
     link.symlink_to(tmp_path / "snapshot.pt")
     utils.save_atomically({"n": torch.ones(3)}, str(link))
     assert link.is_symlink()
-    assert load(tmp_path / "snapshot.pt")["n"].tolist() == [1, 1, 1]
+    assert load(tmp_path)["n"].tolist() == [1, 1, 1]
 
 
 def test_another_run_is_seen_through_a_link(tmp_path):
@@ -105,16 +105,15 @@ def test_two_runs_do_not_save_to_one_path(runs, tmp_path, found):
         folder, _ = runs("multigpu.py")
         shutil.copy(folder / "snapshot.pt", path)
         epochs = 5
-    run = Program(command("multigpu.py", 10**6, 1), tmp_path)
+    run = start("multigpu.py", 10**6, 1, cwd=tmp_path)
     wait_until(lambda: path.exists() and load(path)["EPOCHS_RUN"] > epochs)
-    other_folder, _ = runs("multinode.py")
-    other = load(other_folder / "snapshot.pt")
-    torch.save(other, tmp_path / "other")
+    other, _ = runs("multinode.py")
+    shutil.copy(other / "snapshot.pt", tmp_path / "other")
     os.replace(tmp_path / "other", path)
     done = run.finish()
     assert done.returncode == 2
     assert done.stderr.startswith("multigpu.py: error: another run saves to ")
-    assert same_bits(load(path), other)
+    assert_same_snapshot(path, other)
     (mine,) = tmp_path.glob("snapshot.pt.*")  # nothing that was trained is lost
     assert f"this run's is {mine}" in done.stderr
     assert load(mine)["EPOCHS_RUN"] > epochs
@@ -130,11 +129,11 @@ def test_weights_that_are_nan_are_not_saved(tmp_path, name):
         nan = "self.model.weight.data.fill_(torch.nan)"
     in_third_epoch = f"        if self.epochs_run == 2: {nan}\n"
     changes = [(step, step + in_third_epoch)]
-    done = launch(name, 5, 1, cwd=tmp_path, real="", changes=changes)
+    done = launch(name, 5, 1, cwd=tmp_path, changes=changes)
     assert done.returncode == 2
     line = f"{name}: error: the loss is nan, not saved to snapshot.pt\n"
     assert done.stderr.startswith(line)
-    snapshot = load(tmp_path / "snapshot.pt")
+    snapshot = load(tmp_path)
     assert snapshot["EPOCHS_RUN"] == 2
     assert snapshot["MODEL_STATE"]["weight"].isfinite().all()
 
@@ -164,31 +163,15 @@ def test_held_out_samples_are_others():
     assert not torch.equal(source, held_out)
 
 
-@pytest.fixture(scope="module")
-def sixth(runs, tmp_path_factory):
-    """`sixth()`: the snapshot of multinode.py after a sixth epoch."""
-
-    @functools.cache
-    def run():
-        fifth, _ = runs("multinode.py")
-        folder = tmp_path_factory.mktemp("sixth")
-        shutil.copy(fifth / "snapshot.pt", folder)
-        train("multinode.py", 6, 1, cwd=folder)
-        return load(folder / "snapshot.pt")
-
-    return run
-
-
 EPOCHS = {"old": 2, "new": 5, "other": 5, "none": -1}
 
 
 @pytest.mark.parametrize("found", ["old new", "new none", "new other"])
-def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
+def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found):
     """Each rank has its own disk; after a restart the newest may be on any of them."""
     folder, _ = runs("multinode.py")
-    new = load(folder / "snapshot.pt")
-    weights = new["MODEL_STATE"].items()
-    zeros = {name: torch.zeros_like(weight) for name, weight in weights}
+    new = load(folder)
+    zeros = tree_map(torch.zeros_like, new["MODEL_STATE"])
     other = new | {"MODEL_STATE": zeros}  # as far, and of another run
     snapshots = {"old": other | {"EPOCHS_RUN": 2}, "new": new, "other": other}
     kinds = found.split()
@@ -198,8 +181,9 @@ def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
         if kind != "none":
             torch.save(snapshots[kind], disk / "snapshot.pt")
     # Machines with one process each: the device goes by the local rank, which is 0.
-    how = {"cwd": tmp_path, "hooks": [note_device]}
-    first, second = launch_on_own_disks("multinode.py", 6, 1, **how)
+    first, second = launch_on_own_disks(
+        "multinode.py", 6, 1, cwd=tmp_path, hooks=[note_device]
+    )
     assert (first.returncode, second.returncode) == (0, 0), first.stderr
     epochs = [EPOCHS[kind] for kind in kinds]
     newest = kinds.index("new")
@@ -209,7 +193,10 @@ def test_multinode_spreads_the_newest_snapshot(runs, sixth, tmp_path, found):
     for rank, disk in enumerate(disks):
         device = json.loads((disk / f"device.{rank}.json").read_text())
         assert device["local_rank"] == 0
-    assert same_bits(load(disks[0] / "snapshot.pt"), sixth())
+    undisturbed = tmp_path / "undisturbed"
+    shutil.copytree(folder, undisturbed)
+    train("multinode.py", 6, 1, cwd=undisturbed)
+    assert_same_snapshot(disks[0], undisturbed)
     # Only one process in the world prints and writes.
     assert not second.stdout
     theirs = disks[1] / "snapshot.pt"
@@ -229,9 +216,8 @@ def test_the_memory_that_a_resume_takes(name, tmp_path):
 
     multinode.py holds its own for a moment as well, beside that of another rank: twice.
     """
-    how = {"cwd": tmp_path, "hooks": [large_model, note_memory]}
-    train(name, 1, 1, **how)
-    train(name, 2, 1, **how)
+    for end in (1, 2):
+        train(name, end, 1, cwd=tmp_path, hooks=[large_model, note_memory])
     size = os.stat(tmp_path / "snapshot.pt").st_size
     ranks = 2 if name in DISTRIBUTED else 1
     most = 2.5 if name == "multinode.py" else 1.25  # a quarter more than it should be

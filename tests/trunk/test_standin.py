@@ -26,8 +26,7 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
     """As NCCL refuses them, so that the other tests show what it would."""
     own = "utils.set_device(args.device, rank, world_size)"
     first = "utils.set_device(args.device, 0, world_size)"
-    how = {"real": "", "changes": [(own, first)], **STANDIN}
-    done = launch("multigpu.py", 1, 1, cwd=tmp_path, **how)
+    done = launch("multigpu.py", 1, 1, cwd=tmp_path, changes=[(own, first)], **STANDIN)
     assert " use one device" in done.stderr
 
 
@@ -39,12 +38,20 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     ends = [2, 5]
     if devices == 4 or "real_job" in name:  # its rate follows from the end
         ends = [5]
-    options = "--batch-size", batch_size(name, 64, devices)
-    how = {"cwd": tmp_path, "nprocs": devices, "hooks": [note_standin]}
-    env = {"STANDIN_DEVICES": devices, **STANDIN}
     found = []
     for end in ends:
-        done = train(name, end, 2, *options, **how, **env)
+        done = train(
+            name,
+            end,
+            2,
+            "--batch-size",
+            batch_size(name, 64, devices),
+            cwd=tmp_path,
+            nprocs=devices,
+            hooks=[note_standin],
+            STANDIN_DEVICES=devices,
+            **STANDIN,
+        )
         assert f"{ranks} x standin, " in done.stdout
         found += losses(done)
     _, on_the_cpu = runs(name, devices)
@@ -69,13 +76,11 @@ def test_two_machines_may_have_more_devices_than_processes(tmp_path):
     words = [*words.split(), "--master-port", free_port(), "--nr"]
     env = {"STANDIN_DEVICES": 4, **ON_PATH}
     forks = []
-    for machine in range(2):
-        folder = tmp_path / str(machine)
-        folder.mkdir()
-        fork = Program([*words, machine], folder, STANDIN_HOST=machine, **env)
+    for nr in range(2):
+        fork = Program([*words, nr], tmp_path / str(nr), STANDIN_HOST=nr, **env)
         forks.append(fork)
-    for done in [fork.finish() for fork in forks]:
-        assert done.returncode == 0, done.stderr
+    for fork in forks:
+        fork.succeed()
 
 
 DRAWS = """
@@ -123,11 +128,8 @@ def test_a_module_trains_as_on_the_cpu(words, tmp_path):
         start = "python"
 
     def run(folder, **env):
-        folder.mkdir()
         program = Program(f"{start} -m {words}".split(), folder, **env)
-        done = program.finish()
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return program.succeed().stdout
 
     def losses_in(output):
         without_speed = re.sub(r"[\d,]+ (tokens|samples)/s.*", "", output)

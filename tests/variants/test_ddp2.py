@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from tests.helpers.checks import import_script, stack
 from tests.helpers.own_disks import free_port, launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.models import float64
-from tools.run.launch import command, environment, objects_of, plant
+from tools.run.launch import command, objects_of, plant
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
+from tools.scripts import ROOT
 
 NAME = "variants/ddp2.py"
 
@@ -32,7 +34,7 @@ def test_learns(typed):
     assert accuracies(done)[-1] > 0.92
     (_, first), *_, (_, last) = losses(done)
     assert last < first / 5
-    state = load(folder / "snapshot.pt")["MODEL_STATE"]
+    state = load(folder)["MODEL_STATE"]
     assert state["log_scale"] > math.log(10) + 0.5, "the temperature has fallen"
 
 
@@ -79,27 +81,33 @@ def trained_on(folder, nodes, nprocs, batch_size, script=NAME, hooks=()):
 
     Each node has `nprocs` ranks, and torchrun's variables say so.
     """
-    env = {
-        "GROUP_WORLD_SIZE": nodes,
-        "LOCAL_WORLD_SIZE": nprocs,
-        "OMP_NUM_THREADS": 1,
-    }
-    hooks = [few_held_out, float64, print_group, *hooks]
-    how = {"cwd": folder, "nprocs": nodes * nprocs, "hooks": hooks, **env}
-    ranks = launch_on_own_disks(script, 1, 1, "--batch-size", batch_size, **how)
+    ranks = launch_on_own_disks(
+        script,
+        1,
+        1,
+        "--batch-size",
+        batch_size,
+        cwd=folder,
+        nprocs=nodes * nprocs,
+        hooks=[few_held_out, float64, print_group, *hooks],
+        GROUP_WORLD_SIZE=nodes,
+        LOCAL_WORLD_SIZE=nprocs,
+        OMP_NUM_THREADS=1,
+    )
     for rank in ranks:
         assert rank.returncode == 0, rank.stderr
     printed = [rank.stdout for rank in ranks]
-    return printed, weights(folder / "0" / "snapshot.pt"), losses(ranks[0])
+    return printed, weights(folder / "0"), losses(ranks[0])
 
 
 def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     """With the temperature, which is one of the parameters."""
     printed, *found = trained_on(tmp_path / "two", nodes=2, nprocs=2, batch_size=12)
-    one = {"nodes": 2, "nprocs": 1, "batch_size": 24, "hooks": [gather_nothing]}
-    _, *expected = trained_on(tmp_path / "one", **one)
+    _, *expected = trained_on(
+        tmp_path / "one", nodes=2, nprocs=1, batch_size=24, hooks=[gather_nothing]
+    )
     assert len(found[1]) == 1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert_close(found, expected, rtol=0, atol=1e-12)
     for rank in range(4):
         group = [0, 1] if rank < 2 else [2, 3]
         assert f"group {group} waits 300 s" in printed[rank]
@@ -111,11 +119,11 @@ def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
     start, _, *rest = command(NAME, 1, 1)
     port = f"--master-port={free_port()}"
     start = [start, "--nnodes=2", "--master-addr=localhost", port]
-    how = {"hooks": [print_group], **environment(NAME, {})}
     machines = []
-    for machine in range(2):
-        words = [*start, f"--node-rank={machine}", *rest]
-        machines.append(Program(words, tmp_path, **how))
+    for rank in range(2):
+        words = [*start, f"--node-rank={rank}", *rest]
+        machine = Program(words, tmp_path, hooks=[print_group], PYTHONPATH=ROOT)
+        machines.append(machine)
     for machine, group in zip(machines, ([0, 1], [2, 3]), strict=True):
         assert machine.finish().stdout.count(f"group {group} ") == 2
 
@@ -125,11 +133,14 @@ def test_all_nodes_can_compare_together(tmp_path):
     """If the group has all ranks, 4 ranks on 2 nodes train as one process."""
     change = ("new_subgroups(nprocs, ", "new_subgroups(world_size, ")
     copy = plant(NAME, tmp_path / "copy", change)
-    _, *found = trained_on(tmp_path / "four", 2, 2, batch_size=12, script=copy)
-    one = {"nodes": 1, "nprocs": 1, "batch_size": 48, "hooks": [gather_nothing]}
-    _, *expected = trained_on(tmp_path / "one", **one)
+    _, *found = trained_on(
+        tmp_path / "four", nodes=2, nprocs=2, batch_size=12, script=copy
+    )
+    _, *expected = trained_on(
+        tmp_path / "one", nodes=1, nprocs=1, batch_size=48, hooks=[gather_nothing]
+    )
     assert len(found[1]) == 1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.waits
@@ -137,7 +148,7 @@ def test_retrieval_is_among_all_held_out_points(runs):
     """As the saved model has it."""
     folder, done = runs(NAME)
     _, eval_set, model, loss_fn, _ = objects_of(NAME)
-    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    model.load_state_dict(load(folder)["MODEL_STATE"])
     source, targets = stack(eval_set)
     first, second = F.normalize(model.linear(source), dim=-1).unbind(1)
     nearest = torch.cdist(first, second).argmin(1)
@@ -159,9 +170,17 @@ def test_retrieval_is_among_all_held_out_points(runs):
 )
 def test_refused_in_one_line(tmp_path, nodes, batch_size, line):
     """By torchrun's own variables, before anything is printed or written."""
-    env = {"GROUP_WORLD_SIZE": nodes, "LOCAL_WORLD_SIZE": 1}
-    options = ("--batch-size", batch_size)
-    (done,) = launch_on_own_disks(NAME, 1, 1, *options, cwd=tmp_path, nprocs=1, **env)
+    (done,) = launch_on_own_disks(
+        NAME,
+        1,
+        1,
+        "--batch-size",
+        batch_size,
+        cwd=tmp_path,
+        nprocs=1,
+        GROUP_WORLD_SIZE=nodes,
+        LOCAL_WORLD_SIZE=1,
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"ddp2.py: error: {line}")
@@ -200,7 +219,7 @@ def test_a_product_of_outputs_is_cosine_by_temperature():
     products = (output[:, 0] * output[:, 1]).sum(1)
     first, second = model.linear(source).unbind(1)
     expected = F.cosine_similarity(first, second) / 0.1
-    torch.testing.assert_close(products, expected)
+    assert_close(products, expected)
 
 
 def test_info_nce_is_the_mean_over_both_directions():
@@ -214,4 +233,4 @@ def test_info_nce_is_the_mean_over_both_directions():
             expected -= torch.log(scores[index] / scores.sum()) / 12
     _, _, _, loss_fn, _ = objects_of(NAME)
     targets = torch.tensor([7, 3, 9, 1, 0, 4])
-    torch.testing.assert_close(loss_fn(output, targets), expected)
+    assert_close(loss_fn(output, targets), expected)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.checks import help_of, noted
@@ -18,7 +19,7 @@ BUCKETS = ("--bucket-mb", 1)
 UNUSED = ("Parallel(self.model)", "Parallel(self.model, find_unused_parameters=True)")
 
 
-class Odd(torch.nn.Module):
+class Odd(nn.Module):
     """Frozen weights, two dtypes, memory in other orders, unused parameters.
 
     One sample in 80 uses `rare`: in most steps some ranks do, or none. It fills the
@@ -27,13 +28,13 @@ class Odd(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
-        self.first = torch.nn.Linear(20, 20)
-        self.conv = torch.nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
-        self.last = torch.nn.Linear(20, 1).double()
-        self.never = torch.nn.Parameter(torch.randn(20))
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.first = nn.Linear(20, 20)
+        self.conv = nn.Conv2d(5, 20, 2).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(20, 1).double()
+        self.never = nn.Parameter(torch.randn(20))
         self.register_buffer("scale", torch.rand(20))
-        self.rare = torch.nn.Linear(20, 26)
+        self.rare = nn.Linear(20, 26)
 
     def forward(self, source):
         hidden = torch.tanh(self.first(self.frozen(source))) * self.scale
@@ -75,10 +76,20 @@ def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(tmp_path):
 
     def trained(way, name, batch_size, *options, changes=()):
         folder = tmp_path / way
-        options = ("--batch-size", batch_size, *options)
-        how = {"nprocs": 3, "own_options": False, "changes": changes}
-        done = train(name, 2, 2, *options, cwd=folder, hooks=[train_odd], **how)
-        return load(folder / "snapshot.pt"), losses(done)
+        done = train(
+            name,
+            2,
+            2,
+            "--batch-size",
+            batch_size,
+            *options,
+            cwd=folder,
+            nprocs=3,
+            own_options=False,
+            changes=changes,
+            hooks=[train_odd],
+        )
+        return load(folder), losses(done)
 
     alone = trained("alone", "single_gpu.py", 66)
     ddp = trained("ddp", PARENT, 22, changes=[UNUSED])
@@ -127,8 +138,16 @@ def messages(name, folder, *options, changes=()):
 
     The model has eight layers of 420 weights, and a last one of 21.
     """
-    how = {"own_options": False, "changes": [(LINEAR, DEEP), *changes]}
-    train(name, 1, 1, *options, cwd=folder, hooks=[note_messages], **how)
+    train(
+        name,
+        1,
+        1,
+        *options,
+        cwd=folder,
+        own_options=False,
+        changes=[(LINEAR, DEEP), *changes],
+        hooks=[note_messages],
+    )
     events, _ = noted(folder, "messages")
     sizes = [event for event in events if isinstance(event, int)]
     while events.pop() != "computed":  # the first layer, whose backward is the last
@@ -166,7 +185,7 @@ def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(tmp_path):
 def test_a_second_backward_in_a_step_is_refused(tmp_path):
     """Its gradients would come too late for a bucket that has left."""
     twice = ("loss.backward()", "loss.backward(retain_graph=True); loss.backward()")
-    done = launch(NAME, 1, 1, cwd=tmp_path, real="", changes=[twice])
+    done = launch(NAME, 1, 1, cwd=tmp_path, changes=[twice])
     assert done.returncode == 1
     assert "RuntimeError: a second backward() in one step" in done.stderr
 

@@ -5,10 +5,10 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.helpers.checks import help_of
+from tests.helpers.checks import assert_same_snapshot, help_of
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import objects_of, train
-from tools.run.results import load, losses, same_bits, weights
+from tools.run.results import load, losses, weights
 
 NAME = "variants/diloco.py"
 OPTIONS = ("--local-steps", 5, "--outer-lr", 0.7, "--outer-momentum", 0.9)
@@ -49,12 +49,11 @@ def weights_after(ranks_by_epoch):
 
 def test_a_machine_leaves_and_comes_back(tmp_path):
     """Nothing is lost, and all begin with rank 0's weights."""
-    how = {"cwd": tmp_path, "changes": [SEED]}
     for end, ranks in ((2, 2), (3, 1), (5, 2)):
-        done = train(NAME, end, 1, *OPTIONS, nprocs=ranks, **how)
+        done = train(NAME, end, 1, *OPTIONS, cwd=tmp_path, nprocs=ranks, changes=[SEED])
     assert "3 of 5 epochs are finished" in done.stdout
     expected = weights_after([2, 2, 1, 2, 2])
-    assert weights(tmp_path / "snapshot.pt") == pytest.approx(expected, rel=1e-4)
+    assert weights(tmp_path) == pytest.approx(expected, rel=1e-4)
 
 
 def test_it_goes_on_with_its_parents_snapshot(runs, tmp_path):
@@ -80,10 +79,10 @@ def test_any_layout_of_a_weight_and_any_state_of_an_optimizer(tmp_path):
         changes = SEED, (LINEAR, model), (optimizer, count)
         folder = tmp_path / f"layout{layout}"
         train(NAME, 2, 2, *OPTIONS, cwd=folder, changes=changes)
-        snapshot = load(folder / "snapshot.pt")
+        snapshot = load(folder)
         assert snapshot["OPTIMIZER_STATE"]["state"][1]["calls"] == 1
         assert snapshot["MODEL_STATE"]["numbers"].item() == 2**24 + 1
-        found.append(weights(folder / "snapshot.pt"))
+        found.append(weights(folder))
     row_by_row, column_by_column = found
     assert column_by_column == pytest.approx(row_by_row, rel=1e-4)
 
@@ -96,11 +95,11 @@ def test_a_layer_that_is_unfrozen_resumes_with_the_same_bits(tmp_path):
     def trained_until(folder, *epochs):
         for end in epochs:
             train(NAME, end, 1, *OPTIONS, cwd=folder, changes=[frozen, thaw])
-        return load(folder / "snapshot.pt")
+        return folder
 
     undisturbed = trained_until(tmp_path / "undisturbed", 3)
     resumed = trained_until(tmp_path / "resumed", 2, 3)
-    assert same_bits(resumed, undisturbed)
+    assert_same_snapshot(resumed, undisturbed)
 
 
 def test_help(tmp_path):

@@ -9,17 +9,18 @@ from textwrap import indent
 
 import pytest
 import torch
+from torch import nn
 
 from tests.conftest import needs_hosts
 from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.fences import fence
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.accelerators import strict_as_nccl
 from tests.hooks.fsdp import limit_memory, note_held
 from tests.hooks.models import float64, running_mean
 from tools.run import hosts
-from tools.run.launch import launch, plant, train
-from tools.run.processes import Program
+from tools.run.launch import launch, plant, torchrun, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
 
@@ -41,15 +42,15 @@ def test_learns(typed):
     assert held_out[-1] < 0.013
 
 
-class Blocks(torch.nn.Module):
+class Blocks(nn.Module):
     """A block that is used twice, and a parameter and a buffer in no block."""
 
     def __init__(self):
         super().__init__()
-        first = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh())
-        twice = torch.nn.Linear(30, 30)
-        self.layers = torch.nn.ModuleList([first, twice, torch.nn.Linear(30, 2)])
-        self.scale = torch.nn.Parameter(torch.ones(2, 1))
+        first = nn.Sequential(nn.Linear(20, 30), nn.Tanh())
+        twice = nn.Linear(30, 30)
+        self.layers = nn.ModuleList([first, twice, nn.Linear(30, 2)])
+        self.scale = nn.Parameter(torch.ones(2, 1))
         self.register_buffer("shift", torch.randn(3))
 
     def forward(self, source):
@@ -83,15 +84,23 @@ def test_trains_blocks_as_multinode_does(tmp_path):
     pieces = []
     for name, epochs, nprocs in [(NAME, 1, 2), (NAME, 2, 4), ("multinode.py", 3, 1)]:
         hooks = [train_blocks, note_held] if name == NAME else [train_blocks]
-        how = {"cwd": tmp_path, "nprocs": nprocs, "hooks": hooks}
-        done = train(name, epochs, 1, "--batch-size", 64 // nprocs, **how)
+        done = train(
+            name,
+            epochs,
+            1,
+            "--batch-size",
+            64 // nprocs,
+            cwd=tmp_path,
+            nprocs=nprocs,
+            hooks=hooks,
+        )
         pieces += losses(done)
     for held in noted(tmp_path, "held", ranks=4):
         assert held["mapped"]
     whole = tmp_path / "whole"
     done = train("multinode.py", 3, 3, cwd=whole, hooks=[train_blocks])
     assert_same_losses(pieces, losses(done))
-    assert_same_weights(tmp_path / "snapshot.pt", whole / "snapshot.pt")
+    assert_same_weights(tmp_path, whole)
 
 
 def test_a_rank_holds_its_share_of_the_rows(tmp_path):
@@ -137,13 +146,23 @@ def test_buffers_that_training_reads(tmp_path, name):
     """All ranks have rank 0's in each step, as under DDP."""
     hooks = [running_mean, float64]
     changes = (MODEL, LAYERS), ("lr=0.001", "lr=0.01")
-    parent = {"cwd": tmp_path / "parent", "changes": changes, "hooks": hooks}
-    expected = train("multinode.py", 2, 2, **parent)
-    how = {"cwd": tmp_path, "hooks": hooks, "own_options": False}
-    if name == NAME:
-        done = train(name, 2, 2, **how)
-    else:
-        done = train(name, 2, 2, "--split", 2, nprocs=4, **how)
+    parent = tmp_path / "parent"
+    expected = train("multinode.py", 2, 2, cwd=parent, changes=changes, hooks=hooks)
+    options = []
+    nprocs = 2
+    if name == TENSOR_PARALLEL:  # two replicas
+        options = ["--split", 2]
+        nprocs = 4
+    done = train(
+        name,
+        2,
+        2,
+        *options,
+        cwd=tmp_path,
+        nprocs=nprocs,
+        own_options=False,
+        hooks=hooks,
+    )
     assert_same_losses(losses(done), losses(expected))
 
 
@@ -159,7 +178,7 @@ TIED = """\
 )
 def test_a_parameter_that_two_share(tmp_path, name, who):
     """PyTorch makes two of it, and trains both without a word (FSDP2: 2.11 alone)."""
-    done = launch(name, 1, 1, cwd=tmp_path, real="", changes=[(LAYERS, TIED)])
+    done = launch(name, 1, 1, cwd=tmp_path, changes=[(LAYERS, TIED)])
     assert f"error: {who} share a parameter" in done.stderr
     assert "epoch 1/1" not in done.stdout
 
@@ -207,8 +226,18 @@ FEW = [("MyTrainDataset(2048)", "MyTrainDataset(64)"), ("(512, seed", "(32, seed
 
 def launch_limited(name, cwd, *changes):
     """Done of two epochs on four ranks, each of which gets 170 MB more memory."""
-    how = {"changes": [*changes, *FEW], "hooks": [limit_memory], "LIMIT_MB": 170}
-    return launch(name, 2, 2, "--batch-size", 8, cwd=cwd, real="", nprocs=4, **how)
+    return launch(
+        name,
+        2,
+        2,
+        "--batch-size",
+        8,
+        cwd=cwd,
+        nprocs=4,
+        changes=[*changes, *FEW],
+        hooks=[limit_memory],
+        LIMIT_MB=170,
+    )
 
 
 @pytest.mark.waits
@@ -236,18 +265,17 @@ def train_on_two_hosts(folder, *changes):
         before = sent_by(both[0])
         jobs = [host.start(words.split(), PYTHONPATH=folder) for host in both]
         for job in jobs:
-            assert job.finish().returncode == 0, jobs[0].output
+            job.succeed()
         sent = sent_by(both[0]) - before
-    return load(folder / "snapshot.pt")["MODEL_STATE"], sent
+    return load(folder)["MODEL_STATE"], sent
 
 
 @needs_hosts
 @pytest.mark.waits
 def test_hsdp_sends_less_between_machines(tmp_path):
     """With the lines of the chapter; 2 machines, 2 ranks each, 32 steps."""
-    page = (ROOT / "docs/shard_your_model.md").read_text()
-    (code,) = re.findall(r"## Shard inside a machine.*?```python\n(.*?)```", page, re.S)
     one_mesh = re.search(r" +mesh = .*\n", (ROOT / NAME).read_text())[0]
+    code = fence("docs/shard_your_model.md", "init_device_mesh(")
     two_dimensions = indent(code, 4 * " ")
     large = LARGE.replace("1000", "500").replace("12", "2")
     changes = (LAYERS, large), ALL, FEW[1], ("lr=0.01", "lr=0.001")
@@ -266,13 +294,9 @@ def test_hsdp_sends_less_between_machines(tmp_path):
 
 
 @pytest.mark.waits
-def test_the_table_of_the_chapter():
-    """Bytes of each parameter: the formula, and what 4 ranks hold. What is whole."""
-    words = ["torchrun", "--standalone", "--nproc-per-node=4"]
-    done = Program([*words, "-m", "docs.7_sharding.memory"], ROOT).finish()
-    rows = re.findall(r"formula +([\d.]+) \| +([\d.]+)", done.stdout)
-    formulas, measured = zip(*rows, strict=True)
-    assert formulas == measured == ("16.0", "10.0", "8.0", "4.0")
+def test_what_is_whole_and_what_is_kept_for_backward():
+    """The page shows the other lines: the bytes of each parameter on 4 ranks."""
+    done = torchrun("-m", "docs.7_sharding.memory", cwd=ROOT, nprocs=4)
     whole, kept = re.findall(r"activations.*\| ([\d.]+)", done.stdout)
     assert float(whole) == pytest.approx(64.5, abs=0.3)
     assert float(kept) == pytest.approx(4.1, abs=0.3)

@@ -11,8 +11,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.helpers.checks import help_of, import_script, noted
+from tests.helpers.checks import assert_same_snapshot, help_of, import_script, noted
 from tests.helpers.forked import in_a_fork
 from tests.hooks import replace, write
 from tests.hooks.accelerators import note_standin
@@ -20,7 +21,7 @@ from tests.hooks.faults import in_step_80
 from tests.hooks.models import float64
 from tests.trunk.test_standin import STANDIN
 from tools.run.launch import launch, run_script, train
-from tools.run.results import load, losses, same_bits, weights
+from tools.run.results import load, losses, weights
 from tools.scripts import ROOT
 
 NAME = "variants/mixed_precision.py"
@@ -88,8 +89,8 @@ def spoiled(tmp_path_factory):
     @functools.cache
     def run(*options):
         folder = tmp_path_factory.mktemp("spoiled")
-        how = {"cwd": folder, "hooks": [note_precision, spoil_a_step]}
-        return folder, launch(NAME, 5, 2, *options, real="", **how)
+        hooks = [note_precision, spoil_a_step]
+        return folder, launch(NAME, 5, 2, *options, cwd=folder, hooks=hooks)
 
     return run
 
@@ -119,8 +120,8 @@ def test_bfloat16_stays_near_float32(runs):
     """Weights after 5 epochs: within 0.002 of the parent's, and not the same."""
     folder, _ = runs(NAME)
     parents_folder, _ = runs(PARENT)
-    mine = weights(folder / "snapshot.pt")
-    parents = weights(parents_folder / "snapshot.pt")
+    mine = weights(folder)
+    parents = weights(parents_folder)
     assert 1e-5 < (mine - parents).abs().max() < 2e-3
 
 
@@ -132,17 +133,17 @@ def test_with_the_scaler_it_computes_what_the_parent_does(tmp_path):
     step = "        self.optimizer.step()\n"
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)\n"
     parent = tmp_path / "parent"
-    how = {"cwd": parent, "changes": [(step, clip + step)], "hooks": [float64]}
-    train(PARENT, 2, 2, **how)
+    changes = [(step, clip + step)]
+    train(PARENT, 2, 2, cwd=parent, changes=changes, hooks=[float64])
     train(NAME, 2, 2, *FP16, "--clip", 0.5, cwd=tmp_path, hooks=[float64])
-    mine = weights(tmp_path / "snapshot.pt")
-    parents = weights(parent / "snapshot.pt")
+    mine = weights(tmp_path)
+    parents = weights(parent)
     torch.testing.assert_close(mine, parents, rtol=0, atol=1e-12)
 
 
 def test_which_losses_are_in_float32():
     """Those of torch are, as the runs above show. Yours may be in the output's."""
-    model = torch.nn.Linear(20, 1)
+    model = nn.Linear(20, 1)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(8, 20)).square().mean()
     assert loss.dtype == torch.bfloat16
@@ -180,17 +181,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(spoiled):
     folder, done = spoiled(*FP16)
     first, second = noted(folder)
     assert first == second
-    scale = 65536
-    weights_before = None
-    skips = []
-    steps = zip(first["scales"], first["weights"], strict=True)
-    for step, (new_scale, weights_after) in enumerate(steps, start=1):
-        if new_scale < scale:
-            skips.append(step)
-            assert new_scale == scale / 2
-            assert weights_after == weights_before or step == 1
-        scale = new_scale
-        weights_before = weights_after
+    scales = [65536, *first["scales"]]
+    states = [None, *first["weights"]]
+    skips = [step for step in range(1, len(scales)) if scales[step] < scales[step - 1]]
+    for step in skips:
+        assert scales[step] == scales[step - 1] / 2
+        assert states[step] == states[step - 1] or step == 1
     # At the start the scale is too large for this model, for some steps.
     *at_the_start, last = skips
     assert 0 < len(at_the_start) <= max(at_the_start) < 10
@@ -219,15 +215,14 @@ def test_a_loop_that_waits_once_and_counts_on_the_device(tmp_path):
 
 def test_resumed_in_float16_it_ends_with_the_same_bits(spoiled, tmp_path):
     """The scale, and the number of steps since it has changed."""
-    how = {"hooks": [spoil_a_step, in_step_80], "IN_STEP_80": "raise"}
-    launch(NAME, 5, 2, *FP16, cwd=tmp_path, real="", **how)
-    state = load(tmp_path / "snapshot.pt")["SCALER_STATE"]
+    hooks = [spoil_a_step, in_step_80]
+    launch(NAME, 5, 2, *FP16, cwd=tmp_path, hooks=hooks, IN_STEP_80="raise")
+    state = load(tmp_path)["SCALER_STATE"]
     assert state["_growth_tracker"] == 2 * STEPS - SPOILED_STEP
     done = train(NAME, 5, 2, *FP16, cwd=tmp_path)
     assert f"loss scale {state['scale']:g}\n" in done.stdout
     undisturbed, _ = spoiled(*FP16)
-    resumed = load(tmp_path / "snapshot.pt")
-    assert same_bits(resumed, load(undisturbed / "snapshot.pt"))
+    assert_same_snapshot(tmp_path, undisturbed)
 
 
 @pytest.mark.waits
@@ -253,9 +248,9 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
 
     If the other layer has an optimizer of its own, this one does not skip the step.
     """
-    first = torch.nn.Linear(4, 4)
-    last = torch.nn.Linear(4, 1)
-    model = torch.nn.Sequential(first, last)
+    first = nn.Linear(4, 4)
+    last = nn.Linear(4, 1)
+    model = nn.Sequential(first, last)
     last.weight.data.fill_(1000)
     first.requires_grad_(case != "frozen")
     scaler = torch.GradScaler("cpu", init_scale=32768.0)
@@ -268,7 +263,7 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
         scaler.unscale_(optimizer)
     clipped = [first, last] if case == "apart" else [model]
     for module in clipped:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), math.inf)
+        nn.utils.clip_grad_norm_(module.parameters(), math.inf)
     for optimizer in optimizers:
         scaler.step(optimizer)
     is_spoiled = last.bias.isnan().item()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.checks import assert_same_weights
+from tests.helpers.checks import assert_same_snapshot, assert_same_weights
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.faults import in_step, in_step_80
@@ -17,15 +17,15 @@ from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
 from tools.run.launch import command, launch, plant, train
 from tools.run.processes import Program, left_over
-from tools.run.results import load, losses, same_bits
+from tools.run.results import load, losses
 from tools.scripts import ROOT
 
 NAME = "variants/preemptible.py"
 RESUMED = "{} of {} epochs are finished in {}\n{} samples of the next epoch are trained"
 
 
-def position(path):
-    snapshot = load(path)
+def position(folder):
+    snapshot = load(folder)
     return snapshot["EPOCHS_RUN"], snapshot["SAMPLES_RUN"]
 
 
@@ -54,13 +54,12 @@ def launch_preempted(*arguments, hooks, end, cwd, nprocs=2):
     def ask_in_each_step(script):
         script["Trainer"].ask_every = 1
 
-    path = cwd / "snapshot.pt"
     hooks = [ask_in_each_step, *hooks]
-    words = [*arguments, "--snapshot-path", path]
+    words = [*arguments, "--snapshot-path", cwd / "snapshot.pt"]
     done = launch_on_own_disks(NAME, *words, cwd=cwd, nprocs=nprocs, hooks=hooks)
     assert [rank.returncode for rank in done] == [os.EX_TEMPFAIL] * nprocs, done
     (cwd / "snapshot.pt.preempted").unlink()
-    assert position(path) == end
+    assert position(cwd) == end
     return losses(done[0])
 
 
@@ -76,7 +75,7 @@ def test_sigterm_to_torchrun(runs, tmp_path):
         5,
         2,
         cwd=tmp_path,
-        real="signals",
+        real=True,
         changes=[("worker_init_fn=", options)],
         hooks=[in_step_80],
         MARK=tmp_path,
@@ -86,16 +85,15 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     assert "got signal: 15" in done.stderr
     assert not left_over(tmp_path)
     assert done.stdout.endswith("preempted after 1280 samples of the epoch\n")
-    path = tmp_path / "snapshot.pt"
     assert (tmp_path / "snapshot.pt.preempted").exists()
-    assert position(path) == (2, 1280), "asked at step 20, told in step 16"
+    assert position(tmp_path) == (2, 1280), "asked at step 20, told in step 16"
     clock = "time.perf_counter() - start", "1"  # a second for each epoch
     done = train(NAME, 5, 2, cwd=tmp_path, changes=[clock])
     assert RESUMED.format(2, 5, "snapshot.pt", 1280) in done.stdout
     epochs = re.findall(r"epoch (\d)/5 .* (\S+) samples/s", done.stdout)
     assert epochs == [("3", "768"), ("4", "2,048"), ("5", "2,048")]
     undisturbed, _ = runs(NAME)
-    assert same_bits(load(path), load(undisturbed / "snapshot.pt"))
+    assert_same_snapshot(tmp_path, undisturbed)
 
 
 @pytest.mark.waits
@@ -109,10 +107,10 @@ def test_weights_that_are_nan_are_not_saved_at_sigterm(tmp_path):
 
         in_step(script, 80, befall)
 
-    done = launch(NAME, 5, 1, cwd=tmp_path, real="", hooks=[spoil_and_tell])
+    done = launch(NAME, 5, 1, cwd=tmp_path, hooks=[spoil_and_tell])
     line = "error: weight has weights that are not finite, not saved to snapshot.pt"
     assert line in done.stderr
-    assert position(tmp_path / "snapshot.pt") == (2, 0)
+    assert position(tmp_path) == (2, 0)
     assert not (tmp_path / "snapshot.pt.preempted").exists()
 
 
@@ -134,7 +132,7 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
     ).finish()
     assert "preempted after 1280 samples of the epoch" in done.stdout
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
-    assert position(tmp_path / "snapshot.pt") == (2, 1280)
+    assert position(tmp_path) == (2, 1280)
     assert (tmp_path / "snapshot.pt.preempted").exists()
 
 
@@ -164,8 +162,7 @@ def test_wherever_it_is_told_to_stop_nothing_is_lost(tmp_path):
     hooks = [dropout, send_sigterm_at(4, 2048, 0)]
     found += losses(train(NAME, 5, 2, cwd=tmp_path, hooks=hooks))
     assert not (tmp_path / "snapshot.pt.preempted").exists()
-    resumed = load(tmp_path / "snapshot.pt")
-    assert same_bits(resumed, load(whole / "snapshot.pt"))
+    assert_same_snapshot(tmp_path, whole)
     held_out = [loss for _, loss in found]
     assert held_out == [loss for _, loss in expected]
     assert found[1:4] == expected[1:4], "the train losses, too"
@@ -213,7 +210,7 @@ def test_the_rest_of_an_epoch_on_more_processes_or_fewer(runs, tmp_path):
     )
     train(NAME, 5, 5, "--batch-size", 64, cwd=tmp_path, nprocs=1)
     alone, _ = runs("single_gpu.py")
-    assert_same_weights(tmp_path / "snapshot.pt", alone / "snapshot.pt")
+    assert_same_weights(tmp_path, alone)
 
 
 NEWEST = [
@@ -230,7 +227,7 @@ def test_the_newest_snapshot_is_told_by_its_samples_too(runs, tmp_path, first, s
     Where 64 samples are left, and a step takes 128, the epoch has no step.
     """
     folder, _ = runs("multinode.py")
-    snapshot = load(folder / "snapshot.pt")
+    snapshot = load(folder)
     for rank, counts in enumerate((first, second)):
         disk = tmp_path / str(rank)
         disk.mkdir()
@@ -245,4 +242,4 @@ def test_the_newest_snapshot_is_told_by_its_samples_too(runs, tmp_path, first, s
     assert line in done[0].stdout
     has_no_step = "| train loss 0.000000 |" in done[0].stdout
     assert has_no_step == (samples == 1984)
-    assert position(tmp_path / "0" / "snapshot.pt") == (epochs + 1, 0)
+    assert position(tmp_path / "0") == (epochs + 1, 0)

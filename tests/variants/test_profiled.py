@@ -120,8 +120,17 @@ def profiled(tmp_path_factory):
     @functools.cache
     def run(*hooks):
         folder = tmp_path_factory.mktemp("profiled")
-        how = {"changes": [FEW], "hooks": [known_steps, *hooks]}
-        return folder, train(NAME, 6, 6, "--trace", "my", cwd=folder, **how)
+        done = train(
+            NAME,
+            6,
+            6,
+            "--trace",
+            "my",
+            cwd=folder,
+            changes=[FEW],
+            hooks=[known_steps, *hooks],
+        )
+        return folder, done
 
     return run
 

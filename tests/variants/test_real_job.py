@@ -150,7 +150,7 @@ def test_accuracy_counts_each_sample_once(two_epochs):
     """Of 17 samples, which two ranks cannot share equally."""
     folder, _ = two_epochs()
     _, eval_set, model, *_ = objects_of(NAME)
-    model.load_state_dict(load(folder / "snapshot.pt")["MODEL_STATE"])
+    model.load_state_dict(load(folder)["MODEL_STATE"])
     source, targets = stack(few_of(eval_set))
     right = (model(source).argmax(1) == targets).sum().item()
     log = read_log(folder / "snapshot.pt.csv.0")
@@ -184,9 +184,16 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
 @pytest.mark.waits
 def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
-    how = {"real": "workers end by themselves", "hooks": [in_step_80]}
-    env = {"IN_STEP_80": "kill", "MARK": tmp_path}
-    done = launch(NAME, 5, 2, cwd=tmp_path, **how, **env)
+    done = launch(
+        NAME,
+        5,
+        2,
+        cwd=tmp_path,
+        real=True,
+        hooks=[in_step_80],
+        IN_STEP_80="kill",
+        MARK=tmp_path,
+    )
     assert done.returncode == 1
     assert not left_over(tmp_path)
 

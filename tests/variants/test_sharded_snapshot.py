@@ -1,7 +1,6 @@
 """sharded_snapshot.py: a folder with a part of each rank."""
 
 import os
-import re
 import shutil
 import signal
 import threading
@@ -13,16 +12,17 @@ import torch.distributed.checkpoint as dcp
 
 from tests.helpers.checks import (
     assert_same_losses,
+    assert_same_snapshot,
     assert_same_weights,
     import_script,
     noted,
 )
+from tests.helpers.fences import fence
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.models import changes_objects, float64
 from tools.run.launch import launch, run_script, train
-from tools.run.results import load, losses, same_bits
-from tools.scripts import ROOT
+from tools.run.results import load, losses
 
 NAME = "variants/sharded_snapshot.py"
 
@@ -36,19 +36,16 @@ def add_buffer(train_set, eval_set, model, loss_fn):
 
 def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tmp_path):
     """fsdp.py, 2 ranks, 4, and the lines of the chapter for fsdp.py on one."""
-    page = (ROOT / "docs/sharded_snapshot.md").read_text()
-    after = page.partition("## Make one file of the parts")[2]
-    code = re.search(r"```python\n(.*?)```", after, re.S)[1]
     how = {"cwd": tmp_path, "hooks": [add_buffer]}
     first = train("variants/fsdp.py", 1, 1, **how)
     second = train(NAME, 2, 1, **how)
     (tmp_path / "snapshot.pt").unlink()
-    # The saved rate counts.
-    rate = {"changes": [("lr=0.01", "lr=0.5")]}
-    fourth = train(NAME, 4, 1, "--batch-size", 16, nprocs=4, **rate, **how)
+    changes = [("lr=0.01", "lr=0.5")]  # the saved rate counts
+    fourth = train(NAME, 4, 1, "--batch-size", 16, nprocs=4, changes=changes, **how)
     (folder,) = tmp_path.glob("snapshot.pt.*")
     assert folder.stem == "snapshot.pt.4"
     assert "lr is 0.01 as in snapshot.pt.2." in fourth.stdout
+    code = fence("docs/sharded_snapshot.md", "dcp_to_torch_save(")
     (tmp_path / "one_file.py").write_text(code)
     done = run_script(tmp_path / "one_file.py", folder.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,7 +54,7 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     pieces = losses(first) + losses(second) + losses(fourth) + losses(fifth)
     whole, done = runs(NAME, hooks=(add_buffer,))
     assert_same_losses(pieces, losses(done))
-    assert_same_weights(tmp_path / "plain.pt", whole / "snapshot.pt")
+    assert_same_weights(tmp_path / "plain.pt", whole)
 
 
 def test_the_newer_of_a_folder_and_a_plain_file_counts(runs, tmp_path):
@@ -79,7 +76,7 @@ def test_a_folder_of_a_larger_model(runs, tmp_path):
     (saved,) = folder.glob("snapshot.pt.*")
     shutil.copytree(saved, tmp_path / saved.name)
     smaller = "Sequential(*layers)", "Sequential(*layers[:2], torch.nn.Identity())"
-    done = launch(NAME, 9, 1, cwd=tmp_path, real="", changes=[smaller])
+    done = launch(NAME, 9, 1, cwd=tmp_path, changes=[smaller])
     assert f"error: {saved.name} belongs to another model\n" in done.stderr
     assert not done.stdout
 
@@ -123,10 +120,10 @@ def test_stopped_while_saving_it_keeps_a_whole_snapshot(tmp_path, moment, saved)
 
         replace(owner, function, around)
 
-    done = launch(NAME, 3, 1, cwd=tmp_path, real="", hooks=[stop])
+    done = launch(NAME, 3, 1, cwd=tmp_path, hooks=[stop])
     assert done.returncode == 1
     assert "saved to snapshot.pt.1." in done.stdout
-    assert load(tmp_path / "snapshot.pt")["EPOCHS_RUN"] == saved
+    assert load(tmp_path)["EPOCHS_RUN"] == saved
     resumed = train(NAME, saved + 1, 1, cwd=tmp_path)
     assert f"{saved} of {saved + 1} epochs are finished" in resumed.stdout
     (complete,) = tmp_path.glob("snapshot.pt.*/.metadata")
@@ -168,15 +165,13 @@ def change_while_saving(script):
 def test_what_is_saved_is_not_changed_by_later_steps(tmp_path):
     """https://github.com/pytorch/pytorch/issues/144657"""
 
-    def saved(folder, *hooks):
-        train(NAME, 1, 1, cwd=folder, hooks=[*hooks, float64])
-        return load(folder / "snapshot.pt")
-
-    undisturbed = saved(tmp_path / "undisturbed")
-    changed = saved(tmp_path / "changed", change_while_saving)
-    assert same_bits(changed, undisturbed)
+    changed = tmp_path / "changed"
+    undisturbed = tmp_path / "undisturbed"
+    train(NAME, 1, 1, cwd=changed, hooks=[change_while_saving, float64])
+    train(NAME, 1, 1, cwd=undisturbed, hooks=[float64])
+    assert_same_snapshot(changed, undisturbed)
     its_own_group = [True, "gloo", 300]
-    assert noted(tmp_path / "changed", "group") == [its_own_group] * 2
+    assert noted(changed, "group") == [its_own_group] * 2
 
 
 def test_a_rank_that_sees_another_disk_ends_before_it_says_saved(tmp_path):

@@ -1,33 +1,28 @@
 """tensor_parallel.py: the training of one process, with layers cut over ranks."""
 
-import re
 from textwrap import indent
 
 import pytest
 import torch
 
 from tests.helpers.checks import assert_same_losses, help_of, noted
+from tests.helpers.fences import fence
 from tests.hooks import replace
-from tests.hooks.accelerators import note_standin
 from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
 from tests.hooks.probe import probe
 from tests.trunk.test_probe import replicas
 from tests.trunk.test_standin import STANDIN
 from tests.variants.test_fsdp import LARGE, LAYERS, MODEL, launch_limited
-from tools.run.launch import launch, train
-from tools.run.processes import Program
+from tools.files import edit
+from tools.run.launch import launch, torchrun, train
 from tools.run.results import load, losses, weights
-from tools.scripts import ROOT
 
 NAME = "variants/tensor_parallel.py"
 PARENT = "multinode.py"
 PLAN = '{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}'
 RATE = "lr=0.001", "lr=0.01"
-PAGE = (ROOT / "docs/split_your_model.md").read_text()
-# {what the page's code begins with: the code}
-FENCES = {code.split()[0]: code for code in re.findall("(?s)```python\n(.*?)```", PAGE)}
-CLIPPING = FENCES["groups"]
+PAGE = "docs/split_your_model.md"
 # Layers that stay whole, a frozen one
 MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
@@ -43,7 +38,7 @@ def test_learns(typed):
     held_out = [held_out_loss for _, held_out_loss in losses(done)]
     assert held_out[0] > 0.1
     assert held_out[-1] < 0.016
-    assert len(weights(folder / "snapshot.pt")) == 20 * 16 + 16 + 16 + 1
+    assert len(weights(folder)) == 20 * 16 + 16 + 16 + 1
 
 
 @pytest.mark.waits
@@ -54,7 +49,8 @@ def test_any_split_continues_any_other(tmp_path, model):
     Ranks begin with other weights. The page's lines clip by the norm of all gradients.
     """
     step = "        self.optimizer.step()\n"
-    changes = [(step, indent(CLIPPING, 8 * " ") + step), SEED]
+    clipping = fence(PAGE, "clip_grads_with_norm_")
+    changes = [(step, indent(clipping, 8 * " ") + step), SEED]
     if model != LAYERS:
         changes.append((LAYERS, model))
     mine = {"changes": changes, "own_options": False}
@@ -71,7 +67,7 @@ def test_any_split_continues_any_other(tmp_path, model):
     options = *options, "--snapshot-path", "whole.pt"
     whole = train(PARENT, 4, 4, *options, **parents, **how)
     assert_same_losses(pieces, losses(whole))
-    found = load(tmp_path / "snapshot.pt")
+    found = load(tmp_path)
     expected = load(tmp_path / "whole.pt")
     for snapshot in (found, expected):
         (group,) = snapshot["OPTIMIZER_STATE"]["param_groups"]
@@ -92,8 +88,18 @@ def test_whole_weights_stay_equal_in_a_replica(tmp_path):
 
         replace(script, "make_optimizer", make_optimizer)
 
-    how = {"nprocs": 4, "changes": [(LAYERS, MORE)], "hooks": [round_otherwise]}
-    train(NAME, 1, 1, "--split", 2, cwd=tmp_path, own_options=False, **how)
+    train(
+        NAME,
+        1,
+        1,
+        "--split",
+        2,
+        cwd=tmp_path,
+        nprocs=4,
+        own_options=False,
+        changes=[(LAYERS, MORE)],
+        hooks=[round_otherwise],
+    )
 
 
 def test_two_replicas_of_two_ranks(tmp_path):
@@ -101,8 +107,19 @@ def test_two_replicas_of_two_ranks(tmp_path):
 
     A rank holds its half. To save the model, rank 0 alone keeps the whole.
     """
-    how = {"nprocs": 4, "own_options": False, "hooks": [probe, note_held]}
-    train(NAME, 2, 1, "--batch-size", 33, "--split", 2, cwd=tmp_path, **how)
+    train(
+        NAME,
+        2,
+        1,
+        "--batch-size",
+        33,
+        "--split",
+        2,
+        cwd=tmp_path,
+        nprocs=4,
+        own_options=False,
+        hooks=[probe, note_held],
+    )
     first, second = replicas(noted(tmp_path, "probe", ranks=4))
     assert not set(first["orders"][0]) & set(second["orders"][0])
     assert sorted(first["evaluated"] + second["evaluated"]) == list(range(17))
@@ -118,8 +135,15 @@ def test_two_replicas_of_two_ranks(tmp_path):
 @pytest.mark.usefixtures("standin")
 def test_layers_that_stay_whole_go_to_the_device(tmp_path):
     """With foreach=True, the default there, the optimizer would refuse the mixture."""
-    how = {"changes": [(LAYERS, MORE)], "hooks": [note_standin], **STANDIN}
-    done = train(NAME, 1, 1, cwd=tmp_path, STANDIN_DEVICES=2, **how)
+    done = train(
+        NAME,
+        1,
+        1,
+        cwd=tmp_path,
+        changes=[(LAYERS, MORE)],
+        STANDIN_DEVICES=2,
+        **STANDIN,
+    )
     assert "2 x standin, " in done.stdout
 
 
@@ -132,14 +156,14 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "split", "changes"), WRONG)
 def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
-    how = {"real": "", "own_options": False, "changes": changes}
+    how = {"real": False, "own_options": False, "changes": changes}
     done = launch(NAME, 1, 1, "--split", split, cwd=tmp_path, **how)
     assert f"error: {line}" in done.stderr
     assert done.returncode != 0
     assert not (tmp_path / "snapshot.pt").exists()
 
 
-SHARDED = f"""
+SHARDED = """
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -148,7 +172,7 @@ from torch.distributed.tensor import DTensor, parallel
 dist.init_process_group("gloo")
 device = torch.device("cpu")
 replicas = split = 2
-PLAN = {{"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}}
+PLAN = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
 
 def make():
     torch.manual_seed(0)
@@ -161,11 +185,11 @@ def step(model, source):
     model(source).square().sum(1).mean().backward()
 
 def clip(model):
-{indent(CLIPPING.replace("self.", ""), "    ")}
+    CLIPPING
 whole = make()
 whole_optimizer = torch.optim.AdamW(whole.parameters())
 model = make()
-{FENCES["names"]}
+SHARDING
 for _ in range(3):
     source = torch.randn(8, 20).double()
     step(whole, source)
@@ -181,17 +205,15 @@ for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
 
 def test_fsdp_over_the_replicas_trains_the_same(tmp_path):
     """Four ranks train the model of one device, with the page's lines."""
-    (tmp_path / "sharded.py").write_text(SHARDED)
-    words = ["torchrun", "--standalone", "--nproc-per-node=4", "sharded.py"]
-    done = Program(words, tmp_path).finish()
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_prepared_input_is_added_up_once():
-    """In backward, also where three layers take it. The plan names what holds them."""
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", "-m"]
-    done = Program([*words, "docs.split_your_model.messages"], ROOT).finish()
-    assert "attention: 4 messages, 2 with PrepareModuleInput" in done.stdout
+    clipping = indent(fence(PAGE, "clip_grads_with_norm_"), 4 * " ")
+    changes = [
+        ("    CLIPPING\n", clipping.replace("self.", "")),
+        ("SHARDING\n", fence(PAGE, "fully_shard(")),
+    ]
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    edit(script, *changes)
+    torchrun("sharded.py", cwd=tmp_path, nprocs=4)
 
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.helpers.checks import (
     stack,
 )
 from tests.helpers.forked import in_a_fork
+from tests.helpers.own_disks import free_port
 from tests.hooks import replace, write
 from tools.run import slurm_cluster
 from tools.run.launch import plant, train
@@ -240,13 +240,12 @@ def train_ddp2(script, epochs, node_rank, num_gpus):
 
 def two_machines(folder, num_gpus, epochs):
     """(the weights that both get back, what the first prints), all on this machine."""
-    with socket.create_server(("localhost", 0)) as server:
-        _, port = server.getsockname()
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    port = free_port()
     machines = []
     for rank in (0, 1):
-        how = {"epochs": epochs, "node_rank": rank, "num_gpus": num_gpus}
-        machines.append(start(partial(train_ddp2, **how), folder, **env))
+        main = partial(train_ddp2, epochs=epochs, node_rank=rank, num_gpus=num_gpus)
+        machine = start(main, folder, MASTER_ADDR="localhost", MASTER_PORT=port)
+        machines.append(machine)
     first, _ = [finish(machine) for machine in machines]
     model = load(folder / "model0.pt")
     assert same_bits(load(folder / "model1.pt"), model)

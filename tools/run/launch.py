@@ -108,43 +108,48 @@ def environment(script, env):
     return env | {"PYTHONPATH": ":".join(folders)}
 
 
-def launch(
+def start(
     script,
     *arguments,
     cwd,
-    real,
+    real=False,
     nprocs=2,
     own_options=True,
     changes=(),
     hooks=(),
-    timeout_s=None,
     **env,
 ):
-    """Run a script with `total_epochs save_every [options]` to its end: Done.
+    """Start a script with `total_epochs save_every [options]`: a Program.
 
-    script: its name, or a path to a copy that `plant` has made. cwd: the folder that it
-    runs in, which is made. env: variables to set.
-    real: why it takes new interpreters, which cost ten times as much; "" if forks show
-    the same. They do, unless the claim is about how a process starts or ends.
+    script: its name, or a path to a copy that `plant` has made. cwd, env: of Program.
+    real: start new interpreters, which cost ten times as much as forks. Forks show the
+    same, unless the claim is about how a process starts or ends.
     changes: pairs (old, new) of texts to replace in the script. hooks: functions
     that each process of the script calls with the script's globals, a dict, before it
     calls `main`. A test may define them inside; with `real`, they are in tests/hooks.
     """
-    cwd.mkdir(parents=True, exist_ok=True)
-    if changes or (real and hooks):
-        planted = hooks if real else ()
-        script = plant(script, cwd / "copy", *changes, hooks=planted)
-        hooks = hooks[len(planted) :]
+    of_copy = hooks if real else ()
+    of_fork = () if real else hooks
+    if changes or of_copy:
+        script = plant(script, cwd / "copy", *changes, hooks=of_copy)
     words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
-    program = Program(words, cwd, real, hooks=hooks, **environment(script, env))
-    return program.finish(timeout_s)
+    return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 
 
-def train(script, *arguments, cwd, real="", **how):
+def launch(script, *arguments, timeout_s=None, **how):
+    """`start` a script and wait for its end: Done."""
+    return start(script, *arguments, **how).finish(timeout_s)
+
+
+def train(script, *arguments, **how):
     """`launch`, and insist that it ends well."""
-    done = launch(script, *arguments, cwd=cwd, real=real, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    return start(script, *arguments, **how).succeed()
+
+
+def torchrun(*words, cwd, nprocs=2, timeout_s=None, **how):
+    """Run `torchrun WORDS` on this machine, and insist that it ends well: Done."""
+    one_machine = "torchrun", "--standalone", f"--nproc-per-node={nprocs}"
+    return Program([*one_machine, *words], cwd, **how).succeed(timeout_s)
 
 
 def run_script(script, *arguments, cwd, **env):
@@ -174,13 +179,10 @@ def plant(name, folder, *changes, hooks=()):
     shutil.copy(ROOT / name, script)
     if hooks:
         shutil.copytree(HOOKS, folder / "hooks", dirs_exist_ok=True)
-        calls_of = "\n".join(f"{call_of(hook)}" for hook in hooks)
-        changes = (*changes, (ENTRY, f"{calls_of}\n\n{ENTRY}"))
+        lines = []
+        for hook in hooks:
+            module = hook.__module__.removeprefix("tests.")
+            lines += [f"import {module}", f"{module}.{hook.__name__}(globals())"]
+        changes = (*changes, (ENTRY, "\n".join([*lines, ENTRY])))
     edit(script, *changes)
     return script
-
-
-def call_of(hook):
-    """The lines that call a function of tests/hooks from a copy of a script."""
-    module = hook.__module__.removeprefix("tests.")
-    return f"import {module}\n\n{module}.{hook.__name__}(globals())"

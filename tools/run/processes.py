@@ -85,9 +85,10 @@ class Program:
 
     words: what a person types: `python SCRIPT ...`, `python -m MODULE ...` or
     `torchrun ...`. They run in a fork of this process, as tools/run/warm.py does it.
+    cwd: the folder that they run in, which is made.
     real: start it as a shell does, which it takes for any other program, and where a
-    start or an end is the claim; a text may say why. merged: its stderr goes to where
-    its stdout goes. hooks: functions that a fork of a script calls, see `launch`. env:
+    start or an end is the claim. merged: its stderr goes to where its stdout goes.
+    hooks: functions that a fork of a script calls, see `start` in launch.py. env:
     variables to set; None means not set.
     """
 
@@ -96,12 +97,15 @@ class Program:
     def __init__(self, words, cwd, real=False, merged=False, hooks=(), **env):
         assert not (real and hooks)
         words = [str(word) for word in words]
+        if cwd:
+            os.makedirs(cwd, exist_ok=True)
         environment = clean_env(**env)
         # No pipes: a full one blocks, and what a program leaves behind keeps it open.
         folder = Path(tempfile.mkdtemp(dir=temporary_folder()))
         self.files = [folder / "stdout", folder / "stderr"]
         self.process = None
         self.status = None
+        self.timed_out = False
         with open(self.files[0], "wb") as out, open(self.files[1], "wb") as err:
             if merged:
                 err = out
@@ -157,14 +161,20 @@ class Program:
         """Wait for its end: Done. If it hangs, end all that it started: TimedOut."""
         if timeout_s is None:
             timeout_s = TIMEOUT_S
-        in_time = wait(lambda: self.poll() is not None, timeout_s)
-        if not in_time:
+        if not wait(lambda: self.poll() is not None, timeout_s):
+            self.timed_out = True  # also for all who ask again
             self._end()
         self.running.discard(self)
         texts = [*map(text_of, self.files)]
-        if not in_time:
+        if self.timed_out:
             raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
         return Done(self.poll(), *texts)
+
+    def succeed(self, timeout_s=None):
+        """`finish`, and insist that it ends well."""
+        done = self.finish(timeout_s)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
 
     def _end(self):
         family = descendants(self.pid)

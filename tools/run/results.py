@@ -15,10 +15,16 @@ def losses(done):
     return [tuple(map(float, pair)) for pair in pairs]
 
 
-def load(path):
-    """The snapshot at `path`, put together if it is in parts."""
+def load(place):
+    """The snapshot at `place`, a file, or snapshot.pt in a folder.
+
+    It is put together if it is in parts.
+    """
+    path = Path(place)
+    if path.is_dir():
+        path = path / "snapshot.pt"
     folders = {}  # {epochs: such a folder}, of torch.distributed.checkpoint
-    for metadata in Path(path).parent.glob(f"{Path(path).name}.*/.metadata"):
+    for metadata in path.parent.glob(f"{path.name}.*/.metadata"):
         epochs = metadata.parent.suffixes[-2]  # before a random name
         folders[int(epochs.removeprefix("."))] = metadata.parent
     if folders:
@@ -45,9 +51,9 @@ def put_together(folder):
     return snapshot
 
 
-def weights(path):
+def weights(place):
     """All the weights in a snapshot, as one float64 tensor of shape (n,)."""
-    state = load(path)["MODEL_STATE"]
+    state = load(place)["MODEL_STATE"]
     return torch.cat([weight.double().flatten() for weight in state.values()])
 
 
