@@ -5,8 +5,6 @@ import functools
 import torch
 from torch import nn
 
-import utils
-
 from . import replace
 
 
@@ -91,13 +89,3 @@ class Weighted(nn.Module):
 @changes_objects
 def weighted_loss(train_set, eval_set, model, loss_fn):
     return train_set, eval_set, model, Weighted(loss_fn)
-
-
-@changes_objects
-def large_model(_, eval_set, _model, loss_fn):
-    """64 samples, and a model of nine million weights."""
-    train_set = utils.MyTrainDataset(64)
-    model = nn.Sequential(
-        nn.Linear(20, 3000), nn.Linear(3000, 3000), nn.Linear(3000, 1)
-    )
-    return train_set, eval_set, model, loss_fn

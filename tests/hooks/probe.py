@@ -1,6 +1,6 @@
 """What each rank did, in probe.RANK.json in the folder that it runs in.
 
-    local_rank, threads          of this process; local_rank as it asked for a device
+    threads                      of this process
     timeout_s                    of the process group's collectives
     replica, replicas            which, of how many: ranks that share a batch are one
     orders, random               of each epoch: the samples it took, and a random number
@@ -69,10 +69,6 @@ def probe(script):
         loader.num_workers = 0
         return loader
 
-    def set_device(inner, name, local_rank=None, *rest):
-        facts["local_rank"] = local_rank
-        return inner(name, local_rank, *rest)
-
     def note_write(inner, *arguments, **options):
         facts["writes"] += 1
         return inner(*arguments, **options)
@@ -80,6 +76,5 @@ def probe(script):
     script["Trainer"] = Trainer
     replace(script, "load_train_objs", load_train_objs)
     replace(script, "prepare_dataloader", prepare_dataloader)
-    replace(script["utils"], "set_device", set_device)
     replace(script["utils"], "save_atomically", note_write)
     replace(FileSystemWriter, "finish", note_write)  # that all ranks have written

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import uuid
 
 import pytest
 
 from tests.helpers.checks import assert_same_snapshot
 from tests.hooks.faults import in_step_80, killed_attempts, record_in_one_piece
 from tools.run.launch import ENTRY, launch, start
-from tools.run.processes import descendants, left_over, wait_until
+from tools.run.processes import descendants, wait_until
 from tools.run.results import load
 
 linux = pytest.mark.skipif(
@@ -41,7 +40,6 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 @pytest.mark.waits
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
-    mark = uuid.uuid4().hex
     done = launch(
         "multinode.py",
         5,
@@ -49,7 +47,6 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
         cwd=tmp_path,
         real=True,
         hooks=[in_step_80, record_in_one_piece],
-        MARK=mark,
         IN_STEP_80="raise",
     )
     assert done.returncode == 1
@@ -58,7 +55,6 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     report = done.stderr.split(" FAILED\n")[1]
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ValueError: planted" in report
-    assert not left_over(mark)
 
 
 @pytest.mark.waits
@@ -84,7 +80,7 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     assert load(tmp_path)["EPOCHS_RUN"] >= 1
 
 
-def restarted(folder, kills, restarts, **env):
+def restarted(folder, kills, restarts):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
     return launch(
         "multinode.py",
@@ -96,7 +92,6 @@ def restarted(folder, kills, restarts, **env):
         KILLS=kills,
         PET_MAX_RESTARTS=restarts,  # torchrun's --max-restarts
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-        **env,
     )
 
 
@@ -120,14 +115,11 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
 
 @pytest.mark.waits
 def test_restarts_are_used_up(tmp_path):
-    mark = uuid.uuid4().hex
-    done = restarted(tmp_path, kills=9, restarts=1, MARK=mark)
+    done = restarted(tmp_path, kills=9, restarts=1)
     assert done.returncode == 1
-    assert "attempt 1 has" in done.stdout
     # On a busy machine, both ranks have failed when torchrun looks. It then takes the
     # rank that wrote down its error for the first.
     report = done.stderr.split("FAILED")[1]
     killed = report.split("rank      : 1 (local_rank: 1)")[1].split("rank  ")[0]
     assert "Signal 9 (SIGKILL) received by PID" in killed
-    assert load(tmp_path)["EPOCHS_RUN"] == 2
-    assert not left_over(mark)
+    assert load(tmp_path)["EPOCHS_RUN"] == 2  # one by each attempt

@@ -63,13 +63,7 @@ def test_underscored_options_are_understood(tmp_path):
     path = str(tmp_path / "other.pt")
     words = ["1", "2", "--batch_size", "64", "--snapshot_path", path]
     args = utils.make_parser("").parse_args(words)
-    assert vars(args) == {
-        "total_epochs": 1,
-        "save_every": 2,
-        "batch_size": 64,
-        "snapshot_path": path,
-        "device": "auto",
-    }
+    assert (args.batch_size, args.snapshot_path) == (64, path)
     assert not os.listdir(tmp_path), "a path is tried out, and nothing is left"
 
 
@@ -89,15 +83,13 @@ def test_multinode_without_torchrun_says_what_to_type(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_torchrun_does_not_start_what_python_starts(tmp_path, monkeypatch):
+def test_torchrun_does_not_start_what_python_starts(tmp_path):
     """Two processes would train, each for itself, and save to one path."""
     for name in ("single_gpu.py", "multigpu.py"):
         done = run_script(ROOT / name, 5, 1, cwd=tmp_path, TORCHELASTIC_RUN_ID="run")
         line = "start this script with python, not with torchrun"
         assert done == (2, "", f"{name}: error: {line}\n")
     assert not os.listdir(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    utils.make_parser(None)  # of a copy without a docstring nobody can tell
 
 
 def test_the_first_process_of_a_machine_speaks_for_all(line_of, monkeypatch):
@@ -141,6 +133,8 @@ def test_more_processes_than_accelerators(machine, line_of):
     machine("cuda", 4)
     assert utils.choose_nprocs("auto") == 4
     assert utils.choose_nprocs("auto", 3) == 3
+    assert utils.choose_nprocs("cpu") == 2
+    assert utils.choose_nprocs("cpu", 8) == 8
     line = line_of(utils.choose_nprocs, "auto", 5)
     assert line == "5 processes, 4 accelerators: try more with --device cpu"
 
@@ -165,13 +159,6 @@ def test_the_device_of_a_process(machine):
     assert utils.set_device("auto", 1) == torch.device("cuda", 1)
     assert utils.set_device("auto") == torch.device("cuda", 0)
     assert current == [1, 0]
-
-
-def test_device_cpu_starts_two_processes(machine):
-    """However many GPUs there are."""
-    machine("cuda", 4)
-    assert utils.choose_nprocs("cpu") == 2
-    assert utils.choose_nprocs("cpu", 8) == 8
 
 
 # The objects of load_train_objs
@@ -255,17 +242,16 @@ def test_what_ranks_must_have_in_common(tmp_path):
     """The numbers of training and of held-out samples, and each weight to 1e-5."""
     (tmp_path / "ranks.py").write_text(OF_TWO_RANKS)
     done = torchrun("ranks.py", cwd=tmp_path, PYTHONPATH=ROOT)
-    lines = done.stderr.splitlines()
-    start = "ranks.py: error: ranks have different numbers of (training, held-out)"
-    assert lines.count(f"{start} samples: [(80, 9), (80, 10)]") == 2
-    start = "ranks.py: error: weight differs by rank, sums 1, 1.00001,"
-    assert lines.count(f"{start} not saved to s.pt") == 2
-    start = "ranks.py: error: weight differs by rank, norms 1, 1.0001,"
-    assert lines.count(f"{start} not saved to s.pt") == 2
-    start = "ranks.py: error: head.bias differs by rank, sums 1, 1.0001,"
-    assert lines.count(f"{start} not saved to s.pt") == 4
-    line = "ranks.py: error: weight has weights that are not finite, not"
-    assert lines.count(f"{line} saved to s.pt") == 2
+    sizes = "[(80, 9), (80, 10)]"
+    both_say = [
+        f"ranks have different numbers of (training, held-out) samples: {sizes}",
+        "weight differs by rank, sums 1, 1.00001, not saved to s.pt",
+        "weight differs by rank, norms 1, 1.0001, not saved to s.pt",
+        "head.bias differs by rank, sums 1, 1.0001, not saved to s.pt",
+        "weight has weights that are not finite, not saved to s.pt",
+    ]
+    for line in both_say:
+        assert done.stderr.count(f"ranks.py: error: {line}\n") >= 2
 
 
 def test_a_snapshot_that_was_saved_inside_an_epoch(line_of):
@@ -297,19 +283,17 @@ class Tokenizer(torch.nn.Linear):
 
 
 def test_what_no_run_can_load(line_of):
-    """Such as a learning rate that NumPy has computed."""
+    """Such as a number that NumPy has computed."""
 
-    def line(model, lr, **state):
-        optimizer = torch.optim.SGD(model.parameters(), lr)
-        optimizer.state[model.bias] = state
+    def line(model, part=1):
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state[model.bias] = {"all": [1, {"of": part}]}
         return line_of(utils.check_state, [], model, optimizer, "s.pt")
 
-    model = torch.nn.Linear(1, 1)
     for part in (numpy.float64(0), collections.deque(), OwnTensor(1)):
         start = f"no run can load {part!r}"[:60]
-        assert line(model, 0.1, all=[1, {"of": part}]).startswith(start)
-    assert line(model, numpy.float64(0.1)).startswith("no run can load np.float64(0.1)")
-    assert line(Tokenizer(1, 1), 0.1).startswith("no run can load PosixPath(")
+        assert line(torch.nn.Linear(1, 1), part).startswith(start)
+    assert line(Tokenizer(1, 1)).startswith("no run can load PosixPath(")
 
 
 def test_the_parent_loads_no_data(tmp_path):
@@ -324,19 +308,14 @@ def test_the_parent_loads_no_data(tmp_path):
 # The snapshot
 
 
-KEYS = {"MODEL_STATE", "OPTIMIZER_STATE"}
-
-
-@pytest.mark.parametrize("kind", ["cut", "pickle", "folder", *sorted(KEYS)])
+@pytest.mark.parametrize("kind", ["cut", "pickle", "MODEL_STATE", "OPTIMIZER_STATE"])
 def test_not_a_snapshot(kind, tmp_path, line_of):
     path = tmp_path / "snapshot.pt"
-    torch.save(dict.fromkeys(KEYS - {kind}, 3), path)
+    torch.save({kind: 3}, path)  # one key does not make a snapshot
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:100])
     elif kind == "pickle":  # code in it must not run
         path.write_bytes(pickle.dumps(os.getcwd, protocol=2))
-    elif kind == "folder":
-        path = tmp_path
     line = line_of(utils.read_snapshot, str(path))
     assert line.startswith(f"{path} is cut short or no snapshot: ")
 
@@ -363,11 +342,14 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     assert path.read_bytes() == before
 
 
-def check(saved, mine, model=None):
-    """`utils.check_snapshot` of a snapshot of one optimizer for another."""
+def check(saved, mine, model=None, **buffers):
+    """`utils.check_snapshot` of a snapshot of one optimizer for another.
+
+    buffers: those of the snapshot that are not the model's.
+    """
     model = model or torch.nn.Linear(2, 1)
     snapshot = {
-        "MODEL_STATE": model.state_dict(),
+        "MODEL_STATE": model.state_dict() | buffers,
         "OPTIMIZER_STATE": saved(model.parameters(), lr=0.1).state_dict(),
     }
     optimizer = mine(model.parameters(), lr=0.1)
@@ -376,12 +358,9 @@ def check(saved, mine, model=None):
 
 def test_a_model_whose_modules_stand_in_another_order(line_of):
     """The optimizer's state goes by number, and would land on other parameters."""
-    saved = torch.nn.Module()
-    saved.first = torch.nn.Linear(2, 2)
-    saved.second = torch.nn.Linear(2, 2)
-    mine = torch.nn.Module()
-    mine.second = saved.second
-    mine.first = saved.first
+    layer = torch.nn.Linear(2, 2)
+    saved = torch.nn.ModuleDict({"first": layer, "second": layer})
+    mine = torch.nn.ModuleDict({"second": layer, "first": layer})
     snapshot = {"MODEL_STATE": saved.state_dict()}
     line = line_of(utils.check_snapshot, snapshot, mine, None, "s.pt")
     assert line.startswith("s.pt belongs to another model: ")
@@ -391,21 +370,11 @@ def sgd(parameters, lr):
     return torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
-class WithExtraState(torch.nn.Linear):
-    def get_extra_state(self):
-        return {"version": "a"}  # in the state_dict, and no tensor
-
-
 def test_a_buffer_may_have_another_shape():
     """Such as a table that grows, or what an observer of quantization has seen."""
     model = torch.nn.Linear(2, 1)
     model.register_buffer("table", torch.ones(2))
-    optimizer = sgd(model.parameters(), 0.1)
-    snapshot = {
-        "MODEL_STATE": model.state_dict() | {"table": torch.ones(3)},
-        "OPTIMIZER_STATE": optimizer.state_dict(),
-    }
-    utils.check_snapshot(snapshot, model, optimizer, "s.pt")
+    check(sgd, sgd, model, table=torch.ones(3))
 
 
 def test_a_snapshot_of_wrapped_layers_fits():
@@ -418,8 +387,6 @@ def test_a_snapshot_of_wrapped_layers_fits():
 
 
 def test_a_snapshot_that_fits(capsys):
-    check(sgd, sgd, WithExtraState(2, 1))
-
     def scheduled(parameters, lr):
         optimizer = sgd(parameters, lr)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -90,12 +90,6 @@ def test_ranks_and_epochs_draw_different_random_numbers(probes, name, nprocs):
 
 
 @of_each_run
-def test_each_rank_asks_for_a_device_of_its_own(probes, name, nprocs):
-    facts, _ = probes(name, nprocs)
-    assert [rank["local_rank"] for rank in facts] == list(range(nprocs))
-
-
-@of_each_run
 def test_processes_share_the_cores(probes, name, nprocs):
     facts, _ = probes(name, nprocs)
     cores = max(nprocs, os.cpu_count())
