@@ -142,8 +142,17 @@ def about(test):
     return test.callspec.params.get("name") if hasattr(test, "callspec") else None
 
 
-def processes_of(name, nprocs):
-    return nprocs if name in launch.DISTRIBUTED else 1
+def made_once(run):
+    """`get(name, nprocs=2, hooks=())`: what `run` returns, made when first asked for.
+
+    nprocs counts for those scripts alone that run as several processes.
+    """
+    kept = functools.cache(run)
+
+    def get(name, nprocs=2, hooks=()):
+        return kept(name, nprocs if name in launch.DISTRIBUTED else 1, hooks)
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +162,7 @@ def runs(tmp_path_factory):
     It saves every second epoch. In forks. hooks: as of `launch`.
     """
 
-    @functools.cache
+    @made_once
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("run")
         size = launch.batch_size(name, 64, nprocs)
@@ -162,10 +171,7 @@ def runs(tmp_path_factory):
         )
         return folder, done
 
-    def get(name, nprocs=2, hooks=()):
-        return run(name, processes_of(name, nprocs), hooks)
-
-    return get
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -261,7 +267,7 @@ def probes(tmp_path_factory):
     those of tests/hooks/probe.py. `hooks`: others to attach before it.
     """
 
-    @functools.cache
+    @made_once
     def run(name, nprocs, hooks):
         folder = tmp_path_factory.mktemp("probe")
         size = launch.batch_size(name, 66, nprocs)
@@ -271,10 +277,7 @@ def probes(tmp_path_factory):
         )
         return noted(folder, "probe", nprocs), done
 
-    def get(name, nprocs=2, hooks=()):
-        return run(name, processes_of(name, nprocs), hooks)
-
-    return get
+    return run
 
 
 @pytest.fixture(autouse=True)

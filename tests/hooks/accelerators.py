@@ -1,14 +1,11 @@
-"""This machine says that it has accelerators, or a CPU is as strict as they are."""
+"""This machine says that it has a GPU, or several ranks share one."""
 
 import collections
-import inspect
 import os
 import types
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from . import replace, write
 
@@ -24,57 +21,6 @@ def one_gpu(_):
     # Adam asks for it, also on the CPU.
     stream = types.SimpleNamespace(is_capturing=lambda: False)
     accelerator.current_stream = lambda: stream
-
-
-class Marking(torch.overrides.TorchFunctionMode):
-    """Marks each tensor made with a `device`, moved by `to`, or computed from those."""
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        options = options or {}
-        given = tree_leaves((arguments, options))
-        before = [hasattr(value, "is_placed") for value in given]
-        result = function(*arguments, **options)
-        if function == torch.Tensor.data.__set__ and before[1]:  # it has been moved
-            arguments[0].is_placed = True
-        moved = function is torch.Tensor.to and len(arguments) > 1
-        made = "device" in options
-        in_place = arguments and result is arguments[0]
-        moved_back = function is torch.Tensor.cpu
-        computed = any(before) and not in_place and not moved_back
-        if moved or made or computed:
-            for value in tree_leaves(result):
-                if isinstance(value, torch.Tensor):
-                    value.is_placed = True
-        return result
-
-
-def strict_as_nccl(script):
-    """Collectives of the default group refuse what was not put on a device, as NCCL."""
-
-    def checked(collective, *arguments, **options):
-        bound = inspect.signature(collective).bind(*arguments, **options)
-        in_default_group = not bound.arguments.get("group")
-        # Not inside backward(), where nothing is marked.
-        is_marking = torch.overrides._len_torch_function_stack() > 0
-        if in_default_group and is_marking:
-            for value in bound.arguments.values():
-                if isinstance(value, torch.Tensor):
-                    assert hasattr(value, "is_placed"), f"{value} is on no device"
-        return collective(*arguments, **options)
-
-    def to_local(inner, tensor):
-        local = inner(tensor)
-        local.is_placed = True  # it is where the mesh is
-        return local
-
-    def marking(main, *arguments):
-        with Marking():
-            main(*arguments)
-
-    replace(DTensor, "to_local", to_local)
-    replace(script, "main", marking)
-    for name in ("all_reduce", "all_gather", "broadcast"):
-        replace(dist, name, checked)
 
 
 def share_one_gpu(script):

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -61,20 +60,6 @@ def test_what_is_complete_is_never_removed(tmp_path, monkeypatch, fault):
     (left,) = tmp_path.iterdir()
     assert str(caught.value).endswith(f" is {left}")
     assert torch.load(left, weights_only=False) == snapshot
-
-
-def test_seed():
-    """It seeds all that data may draw from."""
-
-    def draw():
-        return torch.rand(1).item(), random.random(), numpy.random.rand()
-
-    utils.seed(7)
-    drawn = draw()
-    assert drawn != draw()
-    utils.seed(7)
-    assert drawn == draw()
-    utils.seed(-(2**40))
 
 
 def test_a_link_stays_a_link_through_which_another_run_is_seen(tmp_path):

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from tests.helpers.checks import noted
-from tests.helpers.own_disks import free_port
 from tests.hooks.accelerators import note_standin
 from tools.run.launch import DISTRIBUTED, batch_size, launch, run_script, train
 from tools.run.processes import Program
@@ -68,19 +67,6 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
 def test_the_group_is_on_the_ranks_device(tmp_path):
     """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
     train("multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
-
-
-def test_two_machines_may_have_more_devices_than_processes(tmp_path):
-    """Rank 2 takes device 0 of the second machine, which would be 2 by its rank."""
-    words = "python -m variants.multinode_spawn 2 1 --nodes 2 --nprocs 2"
-    words = [*words.split(), "--master-port", free_port(), "--nr"]
-    env = {"STANDIN_DEVICES": 4, **ON_PATH}
-    forks = []
-    for nr in range(2):
-        fork = Program([*words, nr], tmp_path / str(nr), STANDIN_HOST=nr, **env)
-        forks.append(fork)
-    for fork in forks:
-        fork.succeed()
 
 
 DRAWS = """
