@@ -137,11 +137,6 @@ def standin(tmp_path_factory):
     program.succeed(timeout_s=600)
 
 
-def about(test):
-    """The script that a test has as its parameter `name`, or None."""
-    return test.callspec.params.get("name") if hasattr(test, "callspec") else None
-
-
 def made_once(run):
     """`get(name, nprocs=2, hooks=())`: what `run` returns, made when first asked for.
 
@@ -182,32 +177,26 @@ def typed(tmp_path_factory, request):
     Those of NEW run in new interpreters, and so do those whose threads a test asks for:
     forks show none.
     """
-    tests = request.session.items
-    new = {*NEW, *(about(test) for test in tests if test.get_closest_marker("full"))}
+    new = set(NEW)
+    for test in request.session.items:
+        if test.get_closest_marker("full"):
+            new.add(test.callspec.params["name"])
 
     @functools.cache
-    def start(name):
+    def run(name):
         folder = tmp_path_factory.mktemp("typed")
         log = tmp_path_factory.mktemp("threads")
         launch.plant(name, folder)
         (words,) = commands(name)
-        if name not in new:
-            return folder, log, Program(words, folder, PYTHONPATH=folder)
-        program = Program(
-            words, folder, real=True, PYTHONPATH=OBSERVER, THREADS_LOG=log
-        )
-        return folder, log, program
-
-    @functools.cache
-    def run(name):
-        folder, log, program = start(name)
-        done = program.succeed()
+        how = {"PYTHONPATH": folder}
+        if name in new:
+            how = {"real": True, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
+        done = Program(words, folder, **how).succeed()
         # torch.profiler logs there that it starts and stops; such lines may mingle.
         complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
         threads = [file.read_text() for file in log.iterdir()]
         return folder, done._replace(stderr=complaints), threads
 
-    run.start = start
     return run
 
 
@@ -220,9 +209,9 @@ def killed(tmp_path_factory):
     """
 
     @functools.cache
-    def start(name):
+    def run(name):
         folder = tmp_path_factory.mktemp("killed")
-        program = launch.start(
+        done = launch.launch(
             name,
             5,
             2,
@@ -234,28 +223,9 @@ def killed(tmp_path_factory):
             MARK=f"killed {name}",
             IN_STEP_80="kill",
         )
-        return folder, program
+        return folder, done, left_over(f"killed {name}")
 
-    @functools.cache
-    def run(name):
-        folder, program = start(name)
-        done = program.finish()
-        left = []
-        if os.path.isdir("/proc/self"):
-            left = left_over(f"killed {name}")
-        return folder, done, left
-
-    run.start = start
     return run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def long_runs_begin(request):
-    """Those of the root run beside the first tests, whichever these are."""
-    for fixture in ("typed", "killed"):
-        for test in request.session.items:
-            if fixture in test.fixturenames and about(test) in THE_ROOT:
-                request.getfixturevalue(fixture).start(about(test))
 
 
 @pytest.fixture(scope="session")

@@ -48,12 +48,13 @@ class RunningMean(nn.Module):
 def in_front(script, layer):
     """The script's model, with `layer(features)` before it."""
 
+    @changes_objects
     def change(train_set, eval_set, model, loss_fn):
         source, _ = eval_set[0]
         model = nn.Sequential(layer(len(source)), model)
         return train_set, eval_set, model, loss_fn
 
-    replace(script, "load_train_objs", lambda load: change(*load()))
+    change(script)
     # The names of layers change with it.
     plan = script.get("PLAN", {})  # of tensor_parallel.py
     script["PLAN"] = {f"1.{name}": style for name, style in plan.items()}
