@@ -37,8 +37,8 @@ KIND = "cuda" if gpus() else "standin"
 # NCCL would print lines among the script's.
 ENV = {"CUDA_VISIBLE_DEVICES": (VISIBLE or "0").split(",")[0], "NCCL_DEBUG": None}
 REAL = True  # a GPU's driver does not survive a fork
-# torch.profiler logs that it starts and stops. torch 2.11 says of each profiler that has
-# a schedule that it clears events, though nothing is lost.
+# torch.profiler logs that it starts and stops. torch 2.11 says of each profiler with a
+# schedule that it clears events, though nothing is lost.
 NOISE = r"USDT:.*|.*Warning: Profiler clears events.*\n  _warn_once\("
 if KIND == "standin":
     NOISE += "|.*Time stats are currently only collected for CPU and CUDA devices.*"

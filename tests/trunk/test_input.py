@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
+from torch.optim import SGD
 
 import utils
 from tests.helpers.checks import help_of
@@ -260,15 +261,11 @@ def test_a_snapshot_that_was_saved_inside_an_epoch(line_of):
     assert line.startswith("s.pt was saved inside an epoch: ")
 
 
-class Lookahead(torch.optim.SGD):
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        self.inner = torch.optim.Adam(self.param_groups)
-
-
 def test_an_optimizer_in_an_optimizer(line_of):
+    """As Lookahead holds one."""
     model = torch.nn.Linear(1, 1)
-    optimizer = Lookahead(model.parameters())
+    optimizer = SGD(model.parameters())
+    optimizer.inner = torch.optim.Adam(model.parameters())
     line = line_of(utils.check_optimizer, optimizer, model)
     assert line.startswith("the optimizer holds another one")
 
@@ -286,7 +283,7 @@ def test_what_no_run_can_load(line_of):
     """Such as a number that NumPy has computed."""
 
     def line(model, part=1):
-        optimizer = torch.optim.SGD(model.parameters())
+        optimizer = SGD(model.parameters())
         optimizer.state[model.bias] = {"all": [1, {"of": part}]}
         return line_of(utils.check_state, [], model, optimizer, "s.pt")
 
@@ -342,7 +339,7 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     assert path.read_bytes() == before
 
 
-def check(saved, mine, model=None, **buffers):
+def check(model=None, saved=SGD, mine=SGD, **buffers):
     """`utils.check_snapshot` of a snapshot of one optimizer for another.
 
     buffers: those of the snapshot that are not the model's.
@@ -366,15 +363,11 @@ def test_a_model_whose_modules_stand_in_another_order(line_of):
     assert line.startswith("s.pt belongs to another model: ")
 
 
-def sgd(parameters, lr):
-    return torch.optim.SGD(parameters, lr, momentum=0.9)
-
-
 def test_a_buffer_may_have_another_shape():
     """Such as a table that grows, or what an observer of quantization has seen."""
     model = torch.nn.Linear(2, 1)
     model.register_buffer("table", torch.ones(2))
-    check(sgd, sgd, model, table=torch.ones(3))
+    check(model, table=torch.ones(3))
 
 
 def test_a_snapshot_of_wrapped_layers_fits():
@@ -383,20 +376,20 @@ def test_a_snapshot_of_wrapped_layers_fits():
     wrap.apply_activation_checkpointing(
         model, check_fn=lambda module: isinstance(module, torch.nn.Linear)
     )
-    check(sgd, sgd, model)
+    check(model)
 
 
 def test_a_snapshot_that_fits(capsys):
     def scheduled(parameters, lr):
-        optimizer = sgd(parameters, lr)
+        optimizer = SGD(parameters, lr)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         optimizer.param_groups[0]["lr"] = lr / 10
         return optimizer
 
-    check(scheduled, scheduled)
+    check(saved=scheduled, mine=scheduled)
     assert not capsys.readouterr().out, "a scheduler sets the rate itself"
-    check(scheduled, sgd)
+    check(saved=scheduled)
     line = "lr is 0.01 as in s.pt, not 0.1 as here\n"
     assert capsys.readouterr().out == line
-    check(sgd, lambda parameters, lr: sgd(parameters, 1))
+    check(mine=lambda parameters, lr: SGD(parameters, 1))
     assert capsys.readouterr().out == "lr is 0.1 as in s.pt, not 1 as here\n"
