@@ -36,12 +36,10 @@ def write(file, function, *arguments, **options):
     """In the fork: write down (result, failure) and end."""
     gc.freeze()  # or each collection would copy all that the parent has: 0.2 s
     torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort
-    result = None
-    failure = None
     try:
-        result = function(*arguments, **options)
+        answer = function(*arguments, **options), None
     except BaseException:
-        failure = traceback.format_exc()
-    torch.save((result, failure), file)
+        answer = None, traceback.format_exc()
+    torch.save(answer, file)
     file.flush()
     os._exit(0)
