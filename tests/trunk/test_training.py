@@ -160,7 +160,6 @@ def test_snapshot_holds_plain_keys(runs, name):
     snapshot = {key: snapshot[key] for key in keys}  # a variant may add to them
     _, _, model, *_ = objects_of(name)
     assert list(snapshot["MODEL_STATE"]) == list(model.state_dict())
-    assert snapshot["EPOCHS_RUN"] == 5
     assert len(snapshot["OPTIMIZER_STATE"]["state"]) == len(list(model.parameters()))
     if name in OF_THE_TRUNKS_TASK:
         folder_of_single, _ = runs(SINGLE)
