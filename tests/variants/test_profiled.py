@@ -186,10 +186,8 @@ def test_too_few_steps_for_a_profile(tmp_path):
 
 
 def test_the_first_step_can_be_measured(tmp_path):
-    numbers = {"WAIT": (5, 0), "WARM_UP": (2, 0), "ACTIVE": (5, 1)}
-    changes = [FEW]
-    for name, (old, new) in numbers.items():
-        changes.append((f"{name} = {old}", f"{name} = {new}"))
+    waits = ("WAIT = 5", "WAIT = 0"), ("WARM_UP = 2", "WARM_UP = 0")
+    changes = FEW, *waits, ("ACTIVE = 5", "ACTIVE = 1")
     done = train(NAME, 1, 1, cwd=tmp_path, changes=changes)
     assert done.stdout.splitlines()[-1].startswith("step ")
     assert not list(tmp_path.glob("*.json")), "they are for --trace"

@@ -38,7 +38,7 @@ SNAPSHOT = "snapshot.pt"
 HERE = vars(train_loop)
 
 
-def make_loop(script=HERE, model=None, **options):
+def make_loop(script=HERE, model=None, batch_size=32, **options):
     """The loop that `main` of train_loop.py makes, with other options.
 
     script: the globals of train_loop.py, which a process has of its own.
@@ -47,7 +47,7 @@ def make_loop(script=HERE, model=None, **options):
     torch.manual_seed(0)
     model = model or torch.nn.Linear(20, 1)
     arguments = {
-        "train_loader": DataLoader(data(2048), 32, shuffle=True, drop_last=True),
+        "train_loader": DataLoader(data(2048), batch_size, shuffle=True),
         "val_loader": DataLoader(data(512, seed=1), 32),
         "test_loader": None,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9),
@@ -67,13 +67,6 @@ def start(main, cwd, words=PYTHON, **env):
     return Program([*words, 1, 1], cwd, hooks=[call_main], PYTHONPATH=ROOT, **env)
 
 
-def finish(program):
-    """Wait for its end, and insist that it is a good one: Done."""
-    done = program.finish()
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 # The modes
 
 
@@ -81,7 +74,7 @@ def train_in(mode, folder):
     """Done of 5 epochs at an effective batch of 64, in two processes if in several."""
     size = 32 if "ddp" in mode else 64
     words = [*PYTHON, 5, 2, "--gpu-mode", mode, "--batch-size", size]
-    return finish(Program(words, folder, PYTHONPATH=ROOT))
+    return Program(words, folder, PYTHONPATH=ROOT).succeed()
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +99,6 @@ def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode):
     scripts_folder, scripts = runs("multigpu.py")
     assert_same_losses(losses(done), losses(scripts))
     assert_same_weights(folder / SNAPSHOT, scripts_folder / SNAPSHOT)
-    _, _, test_loss = done.stdout.rpartition("test loss ")
-    assert 0.01 < float(test_loss) < 0.1
 
 
 class CountsSteps(train_loop.Callback):
@@ -153,7 +144,7 @@ def test_the_trained_model_comes_back(tmp_path):
         assert loss == min(epoch["held-out loss"] for epoch in loop.history)
         assert Path(path).exists()
 
-    finish(start(main, tmp_path))
+    start(main, tmp_path).succeed()
     assert noted(tmp_path, "steps") == [2 * 32, 2 * 32], "of the second call"
 
 
@@ -172,7 +163,7 @@ def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
         options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT, **AS_VARIANT[name]}
         make_loop(script, **options).fit(5)
 
-    finish(start(main, tmp_path))
+    start(main, tmp_path).succeed()
     folder, _ = runs(name)
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
@@ -213,40 +204,32 @@ def test_a_real_srun_starts_the_ranks(modes, tmp_path):
     srun = "srun --nodes=2 --ntasks-per-node=2"
     script = "python -m variants.train_loop 5 2 --gpu-mode ddp2 --batch-size 16"
     words = f"{slurm} {srun} {script}".split()
-    done = finish(Program(words, tmp_path, real=True, PYTHONPATH=ROOT))
+    done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).succeed()
     assert done.stdout.startswith("4 x cpu, batch 16 each: effective batch 64, ")
     folder, _ = modes("single")
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
 
-def train_ddp2(script, epochs, node_rank, num_gpus):
-    """Train as variants/ddp2.py does, 64 samples a step, on one of two machines."""
-    ddp2 = import_script("variants/ddp2.py")
-    train_set, eval_set, model, criterion = ddp2.load_train_objs()
-    size = 32 // num_gpus
-    loop = make_loop(
-        script,
-        model,
-        train_loader=DataLoader(train_set, size, shuffle=True, drop_last=True),
-        val_loader=DataLoader(eval_set, size),
-        optimizer=ddp2.make_optimizer(model),
-        criterion=criterion,
-        gpu_mode="ddp2",
-        snapshot_path=f"node{node_rank}.pt",
-    )
-    loop.fit(epochs, 2, node_rank, num_gpus)
-    torch.save(model.state_dict(), f"model{node_rank}.pt")
+def train_on_two_machines(folder, num_gpus, epochs):
+    """(the weights that both get back, what the first prints), all on this machine.
 
+    A step takes 32 samples of each, and its loss is no mean over them.
+    """
 
-def two_machines(folder, num_gpus, epochs):
-    """(the weights that both get back, what the first prints), all on this machine."""
-    port = free_port()
-    machines = []
-    for rank in (0, 1):
-        main = partial(train_ddp2, epochs=epochs, node_rank=rank, num_gpus=num_gpus)
-        machine = start(main, folder, MASTER_ADDR="localhost", MASTER_PORT=port)
-        machines.append(machine)
-    first, _ = [finish(machine) for machine in machines]
+    def train_on(node_rank, script):
+        loop = make_loop(
+            script,
+            batch_size=32 // num_gpus,
+            criterion=torch.dist,
+            gpu_mode="ddp2",
+            snapshot_path=f"node{node_rank}.pt",
+        )
+        model = loop.fit(epochs, 2, node_rank, num_gpus)
+        torch.save(model.state_dict(), f"model{node_rank}.pt")
+
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    machines = [start(partial(train_on, rank), folder, **where) for rank in (0, 1)]
+    first, _ = [machine.succeed() for machine in machines]
     model = load(folder / "model0.pt")
     assert same_bits(load(folder / "model1.pt"), model)
     return model, first.stdout
@@ -258,12 +241,13 @@ def test_two_machines_without_a_launcher(tmp_path):
 
     Each machine has a file of its own. The newest reaches both.
     """
-    one, _ = two_machines(tmp_path / "one", 1, epochs=3)
-    two_machines(tmp_path / "two", 2, epochs=1)
-    assert not (tmp_path / "two" / "node1.pt").exists(), "rank 0 writes"
-    two, shown = two_machines(tmp_path / "two", 2, epochs=3)
+    one, _ = train_on_two_machines(tmp_path / "one", num_gpus=1, epochs=3)
+    two = tmp_path / "two"
+    train_on_two_machines(two, num_gpus=2, epochs=1)
+    assert not (two / "node1.pt").exists(), "rank 0 writes"
+    model, shown = train_on_two_machines(two, num_gpus=2, epochs=3)
     assert "epochs saved, by rank: [1, 1, -1, -1]. All take 0's" in shown
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model, one, rtol=0, atol=1e-6)
 
 
 # Resume
@@ -313,24 +297,18 @@ def test_a_schedule_resumes(tmp_path, name):
 # Loaders
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_each_held_out_sample_counts_once_in_its_own_batch(world_size):
+def test_each_held_out_sample_counts_once_in_its_own_batch():
     loader = DataLoader(range(9), 4, shuffle=True)
     loop = make_loop()
-    loop.world_size = world_size
+    loop.world_size = 2
     found = []
-    for rank in range(world_size):
-        loop.rank = rank
+    for loop.rank in (0, 1):
         found += [batch.tolist() for batch in loop._share_out(loader)]
-    assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert found == [[0, 1, 2, 3], [8], [4, 5, 6, 7]]
 
 
 class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
-
-
-class Ends(train_loop.Callback):  # as in Lightning
-    def on_epoch_end(self, trainer, module): ...
 
 
 def nan_in_training(output, _):  # as of an auxiliary head
@@ -341,10 +319,8 @@ DATA = [(torch.zeros(20), torch.zeros(1))] * 8
 HALF = SubsetRandomSampler(range(4))
 REFUSED = {
     "gpu_mode 'dpp': choose single, dp, ddp, ddp2": {"gpu_mode": "dpp"},
-    "precision '16': choose fp32, bf16, fp16": {"precision": "16"},
     "gpu_mode ddp2: accumulate is 1": {"gpu_mode": "ddp2", "accumulate": 2},
-    "gpu_mode ddp cannot send this: ": {"gpu_mode": "ddp", "criterion": lambda *_: 0},
-    "send this: RuntimeError('Serialization of parametrized": {
+    "gpu_mode ddp cannot send this: RuntimeError('Serialization of parametrized": {
         "gpu_mode": "ddp",
         "model": spectral_norm(torch.nn.Linear(20, 1)),
     },
@@ -354,8 +330,6 @@ REFUSED = {
         "train_loader": DataLoader([{"x": torch.ones(3)}])
     },
     "Begins.on_train_begin is never called": {"callbacks": [Begins()]},
-    "Ends.on_epoch_end is never called": {"callbacks": [Ends()]},
-    "num_gpus 0 is no whole number": {"num_gpus": 0, "device_name": "cuda"},
     "error: the loss is nan": {"criterion": nan_in_training, "snapshot_path": "x.pt"},
 }
 
@@ -365,11 +339,9 @@ REFUSED = {
 def test_what_it_cannot_train_is_refused(line, tmp_path, monkeypatch, capsys):
     """One line, exit status 2, no file written."""
     monkeypatch.chdir(tmp_path)
-    options = {**REFUSED[line]}
-    num_gpus = options.pop("num_gpus", 3)
-    loop = make_loop(**options)
+    loop = make_loop(**REFUSED[line])
     with pytest.raises(SystemExit) as end:
-        loop.fit(1, num_gpus=num_gpus)
+        loop.fit(1)
     assert end.value.code == 2
     shown = capsys.readouterr().err
     assert line in shown
@@ -420,18 +392,14 @@ def nest(samples):
 def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
     """The same model as without nesting. All ranks get all predictions, in order.
 
-    Under torchrun. Callbacks with `every_rank` run on both.
+    Under torchrun.
     """
 
     def main(script):
         predicted = []
-        steps = []
 
         class Predicts(script["Callback"]):
             every_rank = True
-
-            def on_train_start(self, loop):
-                loop.optimizer.register_step_post_hook(lambda *_: steps.append(1))
 
             def on_batch_end(self, loop):
                 if (loop.epochs_run, loop.step) == (4, 1):  # and the training goes on
@@ -455,7 +423,6 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         )
         loop.train_loader.collate_fn = nest
         loop.fit(5)
-        assert len(steps) == 5 * 32
         source, targets = stack(held_out)
         expected = F.linear(source, model.weight, model.bias).detach()
         for (output, *_), its_targets in (predicted, loop.predict(loop.val_loader)):
@@ -464,7 +431,7 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         total = (expected - targets).sum().item()
         assert loop.history[-1]["sum"] == pytest.approx(total, abs=1e-4)
 
-    finish(start(main, tmp_path, TORCHRUN))
+    start(main, tmp_path, TORCHRUN).succeed()
     folder, _ = modes("ddp")
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
@@ -482,12 +449,12 @@ def stops_early(script):
 @pytest.mark.waits
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
     """It runs on rank 0: if the others went on, they would wait for it forever."""
-    done = finish(start(stops_early, tmp_path))
+    done = start(stops_early, tmp_path).succeed()
     assert len(losses(done)) == 4
     assert "Warning" not in done.stderr
     assert "epoch 4 saved to snapshot.pt" in done.stdout
     before = (tmp_path / SNAPSHOT).read_bytes()
-    done = finish(start(stops_early, tmp_path))
+    done = start(stops_early, tmp_path).succeed()
     assert not losses(done)
     assert "a callback has ended the training" in done.stdout
     assert (tmp_path / SNAPSHOT).read_bytes() == before
@@ -498,11 +465,8 @@ def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
     """Rank 1 alone has a held-out loss that is no number; rank 0 saves nothing."""
 
     def get_loss(inner, loop, batch):
-        loss = inner(loop, batch)
-        held_out = not loop.model.training
-        if held_out and loop.rank == 1 and loss < 0.5:  # once the model has learned
-            return loss * torch.nan
-        return loss
+        lost = (loop.rank, loop.epochs_run, loop.model.training) == (1, 2, False)
+        return inner(loop, batch) * (torch.nan if lost else 1)
 
     def main(script):
         replace(script["TrainLoop"], "get_loss", get_loss)
@@ -510,11 +474,9 @@ def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
         make_loop(script, **options).fit(20, callbacks=[script["BestCheckpoints"](2)])
 
     done = start(main, tmp_path).finish()
-    good = len(losses(done)) - 1
     assert done.returncode == 2
     assert "error: the loss is nan, not saved to" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert good >= 1
-    assert load(tmp_path / SNAPSHOT)["EPOCHS_RUN"] == good
-    assert (tmp_path / f"best.{good}.pt").exists()
-    assert not (tmp_path / f"best.{good + 1}.pt").exists()
+    assert load(tmp_path)["EPOCHS_RUN"] == 2
+    best = [path.name for path in tmp_path.glob("best.*")]
+    assert sorted(best) == ["best.1.pt", "best.2.pt"]
