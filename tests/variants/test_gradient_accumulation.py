@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: F401
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.checks import assert_same_snapshot, help_of
 from tests.helpers.fences import fence
@@ -40,13 +40,10 @@ def watched(folder, accumulate, *changes):
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", line)]
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "largest"), [(5, 7), pytest.param(40, 1, marks=pytest.mark.waits)]
-)
-def test_one_all_reduce_of_the_whole_batchs_gradient(tmp_path, accumulate, largest):
+def test_one_all_reduce_of_the_whole_batchs_gradient(tmp_path):
     """Autograd keeps the largest micro-batch: 20 features, an output and a target."""
-    kept = largest * 22 * 4  # bytes
-    assert watched(tmp_path, accumulate) == [1, ALL_REDUCE, 0, 0, kept]
+    kept = 7 * 22 * 4  # bytes
+    assert watched(tmp_path, 5) == [1, ALL_REDUCE, 0, 0, kept]
 
 
 def test_one_micro_batch_is_the_parent(runs, tmp_path):
@@ -68,10 +65,8 @@ def test_no_sync_around_backward_alone_sends_every_micro_batch(tmp_path):
     no_sync = "with contextlib.nullcontext() if last else self.ddp_model.no_sync():"
     backward = "loss.backward()"
     changes = (no_sync, "if True:"), (backward, f"{no_sync} {backward}")
-    all_reduces, size, error, apart, _ = watched(tmp_path, 5, *changes)
-    assert all_reduces == 5
-    assert size == 5 * ALL_REDUCE
-    assert error == apart == 0
+    *found, _ = watched(tmp_path, 5, *changes)
+    assert found == [5, 5 * ALL_REDUCE, 0, 0]
 
 
 @pytest.mark.waits
@@ -91,7 +86,7 @@ def test_divided_by_n_uneven_micro_batches_are_wrong(tmp_path):
 def test_groups_of_a_loader():
     """The page's lines, for ten batches of eight and one of five, four to a step."""
     lines = fence("docs/gradient_accumulation.md", "itertools.islice(")
-    data = list(zip(torch.randn(85, 20), torch.randn(85, 1), strict=True))
+    data = TensorDataset(torch.randn(85, 20), torch.randn(85, 1))
 
     def trained(batch_size, accumulate):
         torch.manual_seed(0)
@@ -103,7 +98,7 @@ def test_groups_of_a_loader():
             "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             "ACCUMULATE": accumulate,
         }
-        exec(lines, {**globals(), **names})
+        exec(lines, globals() | names)
         return model.weight
 
     in_four = trained(batch_size=8, accumulate=4)

@@ -26,11 +26,6 @@ COMMAND = "python -m variants.multinode_spawn"
 ERROR = "multinode_spawn.py: error: "
 
 
-@pytest.fixture
-def port():
-    return free_port()
-
-
 def typed_on(nr, total=5, gpus=1):
     """The words to type on machine `nr` of two."""
     words = f"{COMMAND} {total} 2 --nodes 2 --nr {nr} --gpus {gpus}"
@@ -54,11 +49,12 @@ def ended(machines, status=0):
     return all_done
 
 
-def test_two_machines_train_the_model_of_one_process(tmp_path, runs, port):
+def test_two_machines_train_the_model_of_one_process(tmp_path, runs):
     """Two processes each, no disk shared: they resume what machine 0 alone has.
 
     Each connects to where it is told: the second has another name for the first.
     """
+    port = free_port()
     homes = [tmp_path / "0", tmp_path / "1"]
     addresses = ["localhost", "127.0.0.1"]
     train("single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
@@ -146,8 +142,9 @@ def test_help(tmp_path):
 
 @pytest.mark.waits
 @pytest.mark.parametrize("nr", [0, 1])
-def test_machines_that_do_not_meet(nr, tmp_path, port):
+def test_machines_that_do_not_meet(nr, tmp_path):
     """One line tells it, below what PyTorch prints, and no process has started."""
+    port = free_port()
 
     def wait_two_seconds(script):
         soon = timedelta(seconds=2)
@@ -167,8 +164,8 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
     slow = tmp_path / "copy"
     plant(NAME, slow, hooks=[slow_steps])
 
-    def start_both(hosts, repository, total):
-        env = {"PYTHONPATH": repository, "OMP_NUM_THREADS": 1, "STEP_S": 0.01}
+    def start_both(hosts, total):
+        env = {"PYTHONPATH": slow, "OMP_NUM_THREADS": 1, "STEP_S": 0.01}
         programs = []
         for nr, host in enumerate(hosts):
             words = [*typed_on(nr, total), "--master-addr", "node0"]
@@ -177,7 +174,7 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
 
     with Hosts(2, tmp_path / "disk", own_disks=True) as hosts:
         host0, host1 = hosts
-        first, _ = start_both(hosts, slow, 10**6)
+        first, _ = start_both(hosts, 10**6)
         first.wait_for("epoch 3/")
         host1.kill()
         assert first.finish().returncode == 1
@@ -185,7 +182,7 @@ def test_a_host_dies_and_the_same_commands_resume(tmp_path):
         saved = load(host0.folder)["EPOCHS_RUN"]
         host1.boot()
         end = saved + 1
-        first, second = start_both(hosts, ROOT, end)
+        first, second = start_both(hosts, end)
         first.succeed()
         second.succeed()
         assert f"epoch {end}/{end}" in first.output

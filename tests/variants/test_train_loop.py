@@ -171,26 +171,13 @@ def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
 # Launchers
 
 
-def test_what_srun_says_and_what_a_batch_script_says(monkeypatch):
-    """In a batch script, SLURM_NTASKS is set as well, but nobody has started tasks."""
+def test_a_batch_script_has_started_no_ranks(monkeypatch):
+    """SLURM_NTASKS is set there as well."""
     env = {"SLURM_NTASKS": "4"}
     monkeypatch.setattr(os, "environ", env)
     assert not train_loop.find_launcher()
     env["SLURM_STEP_NUM_TASKS"] = "1"  # srun --pty bash
     assert not train_loop.find_launcher()
-    env |= {
-        "SLURM_JOB_ID": "12345",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "1",
-        "MASTER_ADDR": "node1",
-    }
-    assert train_loop.find_launcher()
-    assert utils.torchrun_env() == [3, 1, 4]
-    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
-    assert os.environ["MASTER_PORT"] == "22345"
 
 
 NO_SLURM = slurm_cluster.why_not()
@@ -211,7 +198,7 @@ def test_a_real_srun_starts_the_ranks(modes, tmp_path):
 
 
 def train_on_two_machines(folder, num_gpus, epochs):
-    """(the weights that both get back, what the first prints), all on this machine.
+    """The weights that both get back. Both are this machine.
 
     A step takes 32 samples of each, and its loss is no mean over them.
     """
@@ -229,24 +216,24 @@ def train_on_two_machines(folder, num_gpus, epochs):
 
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     machines = [start(partial(train_on, rank), folder, **where) for rank in (0, 1)]
-    first, _ = [machine.succeed() for machine in machines]
+    for machine in machines:
+        machine.succeed()
     model = load(folder / "model0.pt")
     assert same_bits(load(folder / "model1.pt"), model)
-    return model, first.stdout
+    return model
 
 
 @pytest.mark.waits
 def test_two_machines_without_a_launcher(tmp_path):
     """The loss of ddp2 is over a machine: 2 with 2 processes are 2 with 1.
 
-    Each machine has a file of its own. The newest reaches both.
+    Each machine has a file of its own. Only the first is written, and reaches both.
     """
-    one, _ = train_on_two_machines(tmp_path / "one", num_gpus=1, epochs=3)
+    one = train_on_two_machines(tmp_path / "one", num_gpus=1, epochs=3)
     two = tmp_path / "two"
     train_on_two_machines(two, num_gpus=2, epochs=1)
     assert not (two / "node1.pt").exists(), "rank 0 writes"
-    model, shown = train_on_two_machines(two, num_gpus=2, epochs=3)
-    assert "epochs saved, by rank: [1, 1, -1, -1]. All take 0's" in shown
+    model = train_on_two_machines(two, num_gpus=2, epochs=3)
     torch.testing.assert_close(model, one, rtol=0, atol=1e-6)
 
 
@@ -311,10 +298,6 @@ class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
 
 
-def nan_in_training(output, _):  # as of an auxiliary head
-    return output.sum() * (torch.nan if output.requires_grad else 1)
-
-
 DATA = [(torch.zeros(20), torch.zeros(1))] * 8
 HALF = SubsetRandomSampler(range(4))
 REFUSED = {
@@ -330,7 +313,6 @@ REFUSED = {
         "train_loader": DataLoader([{"x": torch.ones(3)}])
     },
     "Begins.on_train_begin is never called": {"callbacks": [Begins()]},
-    "error: the loss is nan": {"criterion": nan_in_training, "snapshot_path": "x.pt"},
 }
 
 
@@ -359,10 +341,8 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     assert list(first) == list(second) == ["train loss"]
     assert not list(tmp_path.iterdir())
     assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
-    loop = make_loop(val_loader=DataLoader(DATA, 5, drop_last=True))
-    loop.fit(1, num_gpus=0)
+    loop.fit(2, num_gpus=0)
     assert loop.device_name == "cpu", "also where there are GPUs"
-    assert "drop_last=True: 3 of 8 samples do not count" in capsys.readouterr().out
 
 
 @pytest.mark.waits
