@@ -233,10 +233,6 @@ def test_a_model_too_large_for_one_rank(tmp_path, name):
     assert has_no_memory == (name != NAME)
 
 
-def sent_by(host):
-    return int(host.run("cat", "/sys/class/net/eth0/statistics/tx_bytes"))
-
-
 def train_on_two_hosts(folder, *changes):
     """(the model's state, the bytes that the first host has sent) of 32 steps."""
     plant(NAME, folder, *changes)
@@ -246,8 +242,8 @@ def train_on_two_hosts(folder, *changes):
         jobs = [host.start(words.split(), PYTHONPATH=folder) for host in both]
         for job in jobs:
             job.succeed()
-        sent = sent_by(both[0])
-    return load(folder)["MODEL_STATE"], sent
+        sent = both[0].run("cat", "/sys/class/net/eth0/statistics/tx_bytes")
+    return load(folder)["MODEL_STATE"], int(sent)
 
 
 @needs_hosts

@@ -34,7 +34,7 @@ SPOILED_STEP = 40  # in the second epoch
 def skipped(done):
     """The skipped steps of each epoch, as printed."""
     counts = re.findall(r"skipped steps (\d+)$", done.stdout, re.M)
-    return [int(count) for count in counts]
+    return [*map(int, counts)]
 
 
 def note_precision(script):

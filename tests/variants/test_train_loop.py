@@ -298,7 +298,6 @@ class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
 
 
-DATA = [(torch.zeros(20), torch.zeros(1))] * 8
 HALF = SubsetRandomSampler(range(4))
 REFUSED = {
     "gpu_mode 'dpp': choose single, dp, ddp, ddp2": {"gpu_mode": "dpp"},
@@ -307,8 +306,7 @@ REFUSED = {
         "gpu_mode": "ddp",
         "model": spectral_norm(torch.nn.Linear(20, 1)),
     },
-    "train_loader: a DataLoader with": {"train_loader": DATA},
-    "val_loader: a DataLoader with": {"val_loader": DataLoader(DATA, sampler=HALF)},
+    "val_loader: a DataLoader with": {"val_loader": DataLoader(range(8), sampler=HALF)},
     "yours to write for <class 'dict'>": {
         "train_loader": DataLoader([{"x": torch.ones(3)}])
     },
