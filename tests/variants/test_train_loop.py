@@ -289,7 +289,8 @@ def test_each_held_out_sample_counts_once_in_its_own_batch():
     loop = make_loop()
     loop.world_size = 2
     found = []
-    for loop.rank in (0, 1):
+    for rank in (0, 1):
+        loop.rank = rank
         found += [batch.tolist() for batch in loop._share_out(loader)]
     assert found == [[0, 1, 2, 3], [8], [4, 5, 6, 7]]
 
