@@ -299,7 +299,6 @@ class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
 
 
-HALF = SubsetRandomSampler(range(4))
 REFUSED = {
     "gpu_mode 'dpp': choose single, dp, ddp, ddp2": {"gpu_mode": "dpp"},
     "gpu_mode ddp2: accumulate is 1": {"gpu_mode": "ddp2", "accumulate": 2},
@@ -307,7 +306,9 @@ REFUSED = {
         "gpu_mode": "ddp",
         "model": spectral_norm(torch.nn.Linear(20, 1)),
     },
-    "val_loader: a DataLoader with": {"val_loader": DataLoader(range(8), sampler=HALF)},
+    "val_loader: a DataLoader with": {
+        "val_loader": DataLoader(range(8), sampler=SubsetRandomSampler(range(4)))
+    },
     "yours to write for <class 'dict'>": {
         "train_loader": DataLoader([{"x": torch.ones(3)}])
     },
