@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import OBSERVER
 from tests.helpers.fences import fence
-from tools.run.launch import plant, run_script
+from tools.run.launch import plant, run_script, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -20,27 +20,25 @@ STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
 SHARDED = "docs/shard_your_model/after_fsdp.py"
 SNAPSHOT = "stripes_snapshot.pt"
+# Workers take most of the time. The test of gloo's threads has them.
+ALONE = "--workers=0"
 
 
-def torchrun(script, *options, cwd, real="", **env):
-    """Done of a script under torchrun; `real` as in `tools.run.launch.launch`."""
-    words = ["torchrun", "--standalone", "--nproc-per-node=2", ROOT / script, *options]
-    done = Program(words, cwd, real, OMP_NUM_THREADS=1, **env).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+def train(script, epochs, *options, cwd, **env):
+    """Done of a script on two processes."""
+    words = ROOT / script, "--epochs", epochs, *options
+    return torchrun(*words, cwd=cwd, OMP_NUM_THREADS=1, **env)
 
 
 def compared(folder, nprocs):
-    """Done of the audit of after.py, which compares it with before.py."""
-    words = f"torchrun --standalone --nproc-per-node={nprocs} after.py --epochs 2"
-    like = "--like=python before.py --epochs 2"
-    return Program(
-        ["python", "-m", "cluster.audit", like, *words.split()],
-        folder,
-        real="the audit watches interpreters from their start",
-        PYTHONPATH=ROOT,
-        OMP_NUM_THREADS=1,
-    ).finish()
+    """The exit status of the audit of after.py, which compares it with before.py."""
+    options = f"--epochs=2 {ALONE}"
+    words = f"torchrun --standalone --nproc-per-node={nprocs} after.py {options}"
+    like = f"--like=python before.py {options}"
+    command = ["python", "-m", "cluster.audit", like, *words.split()]
+    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+    # The audit watches interpreters from their start.
+    return Program(command, folder, real=True, **env).finish().returncode
 
 
 def test_two_processes_save_what_one_saves(tmp_path):
@@ -49,12 +47,12 @@ def test_two_processes_save_what_one_saves(tmp_path):
     With dropout the processes draw other numbers than one does: what they have learnt
     is compared without, by the audit.
     """
-    done = torchrun(AFTER, cwd=tmp_path)
+    done = train(AFTER, 5, ALONE, cwd=tmp_path)
     *_, accuracy = re.findall(r"accuracy (\S+)%", done.stdout)
     assert float(accuracy) > 80
     assert os.listdir(tmp_path) == [SNAPSHOT], "nothing else is left"
-    one = run_script(ROOT / STEP1, "--epochs", 6, cwd=tmp_path)
-    two = torchrun(AFTER, "--epochs", 7, cwd=tmp_path)
+    one = run_script(ROOT / STEP1, "--epochs=6", ALONE, cwd=tmp_path)
+    two = train(AFTER, 7, ALONE, cwd=tmp_path)
     for done, epochs in (one, "5 of 6"), (two, "6 of 7"):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
 
@@ -67,7 +65,7 @@ def test_the_sharded_script_trains_and_resumes_as_ddp_does(tmp_path):
     whole = plant(AFTER, tmp_path / "whole", others)
     parts = plant(SHARDED, tmp_path / "parts", others)
     for script, epochs in (whole, 2), (parts, 1), (parts, 2):
-        done = torchrun(script, "--epochs", epochs, cwd=script.parent)
+        done = train(script, epochs, ALONE, cwd=script.parent)
     assert "resuming: 1 of 2 epochs are finished" in done.stdout
     states = [load(path.with_name(SNAPSHOT))["MODEL_STATE"] for path in (whole, parts)]
     assert same_bits(*states)
@@ -94,7 +92,7 @@ def test_a_batch_sampler_is_shared_out(tmp_path):
         ("        sampler.set_epoch(epoch)\n", fence(REST, "in batch_sampler")),
     )
     plant(BEFORE, tmp_path)
-    assert compared(tmp_path, nprocs=3).returncode == 0
+    assert compared(tmp_path, nprocs=3) == 0
 
 
 SHIFT = """\
@@ -123,7 +121,7 @@ def test_augmentation_by_the_number_of_a_sample(seeded, status, tmp_path):
             (train_set, f"{train_set}    train_set = Augmented(train_set)\n"),
             (train, f"        train_set.epoch = epoch\n{train}"),
         )
-    assert compared(tmp_path, nprocs=2).returncode == status
+    assert compared(tmp_path, nprocs=2) == status
 
 
 NOISY = """import random
@@ -179,9 +177,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
         (save, save + NOTE + stop),
         (saved, f'{saved} "EMA": ema.state_dict(),'),
     ]
-    options = ["--workers=0"]
     if workers:
-        options = []
         text = (ROOT / AFTER).read_text()
         (loader,) = re.findall(r"(?s)    train_loader = .*?\n    \)\n", text)
         lines = textwrap.indent(fence(REST, "set_forkserver_preload"), "    ")
@@ -191,8 +187,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
     at_once = tmp_path / "at once"
     resumed = tmp_path / "resumed"
     for cwd, epochs in (resumed, 1), (resumed, 9), (at_once, 9):
-        cwd.mkdir(exist_ok=True)
-        done = torchrun(script, "--epochs", epochs, *options, cwd=cwd, PYTHONPATH=ROOT)
+        done = train(script, epochs, ALONE, cwd=cwd, PYTHONPATH=ROOT)
     assert load(at_once / SNAPSHOT)["EPOCHS_RUN"] == 2
     assert same_bits(load(at_once / SNAPSHOT), load(resumed / SNAPSHOT))
     drawn = re.findall(r"drawn (\S+)", done.stdout)
@@ -205,7 +200,6 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
 def test_no_gloo_thread_outlives_it(script, tmp_path):
     log = tmp_path / "threads"
     log.mkdir()
-    why = "threads that outlive a script do so in a new interpreter alone"
-    env = {"real": why, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-    torchrun(script, "--epochs=1", cwd=tmp_path, **env)
+    env = {"PYTHONPATH": OBSERVER, "THREADS_LOG": log}
+    train(script, 1, cwd=tmp_path, real=True, **env)
     assert [path.read_text() for path in log.iterdir()] == ["[]", "[]"]
