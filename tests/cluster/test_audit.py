@@ -18,7 +18,10 @@ STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
 SHARDED = "docs/shard_your_model/after_fsdp.py"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-TOGETHER = [*TORCHRUN, "after.py", "--epochs=2"]
+# Workers take most of the time. Of test_clean, "three ranks" has them.
+SHORT = ["--epochs=2", "--workers=0"]
+TOGETHER = [*TORCHRUN, "after.py", *SHORT]
+LIKE = " ".join(["--like=python before.py", *SHORT])
 
 
 def read_blocks(name):
@@ -59,17 +62,11 @@ def audited(folder, words, home=ROOT):
     return findings, fine, last
 
 
-def code_of(findings):
-    """The lines of the script that they name."""
-    lines = [audit.code_at(line) for each in findings for line in each.lines]
-    return "\n".join(lines)
-
-
 def audited_change(folder, said, changes):
     """The same of a changed script: `said` is its name, and options."""
     name, *options = said.split()
     script = plant(name, folder, *changes)
-    words = [*TORCHRUN, script, "--epochs=2"]
+    words = [*TORCHRUN, script, *SHORT]
     if name != AFTER:
         words = command(script, 2, 1, *options)
     return audited(folder, words, home=folder)
@@ -78,6 +75,20 @@ def audited_change(folder, said, changes):
 def audited_training(folder, name):
     """The same of one of trainings.py."""
     return audited(folder, [*TORCHRUN, ROOT / "tests/helpers/trainings.py", name])
+
+
+def check_found(mistake, code, name, findings, fine, _):
+    """One mistake is found, in a line with this code. What it spoils is not fine."""
+    assert [each.mistake for each in findings] == [mistake], findings
+    lines = [audit.code_at(line) for each in findings for line in each.lines]
+    assert code in "".join(lines)
+    assert not [line for line in fine if line.startswith(NOT_FINE.get(name, ()))]
+
+
+def check_passed(findings, fine, last, verdict="AUDIT PASSED"):
+    assert not findings, findings
+    assert len(fine) > 5
+    assert last.startswith(verdict)
 
 
 # Ranks that do not step together have other weights; under FSDP, they hold other rows.
@@ -95,48 +106,37 @@ NOT_FINE = {
 def test_planted(tmp_path, name):
     said, changes = MISTAKES[name]
     said, mistake, code = said.split(" | ")
-    findings, fine, _ = audited_change(tmp_path, said, changes)
-    assert [each.mistake for each in findings] == [mistake], findings
-    assert code in code_of(findings)
-    assert not [line for line in fine if line.startswith(NOT_FINE.get(name, ()))]
+    check_found(mistake, code, name, *audited_change(tmp_path, said, changes))
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(tmp_path, name):
-    findings, fine, _ = audited_training(tmp_path, name)
-    assert [each.mistake for each in findings] == [WRONG[name]], findings
-    assert "# MISTAKE" in code_of(findings)
-    assert not [line for line in fine if line.startswith(NOT_FINE.get(name, ()))]
+    found = audited_training(tmp_path, name)
+    check_found(WRONG[name], "# MISTAKE", name, *found)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_change(tmp_path, name):
-    findings, fine, last = audited_change(tmp_path, *HARMLESS[name])
-    assert not findings, findings
-    assert len(fine) > 5
-    assert last.startswith("AUDIT PASSED")
+    check_passed(*audited_change(tmp_path, *HARMLESS[name]))
 
 
 # It may be right; but nothing was compared, and not because it was alone.
 INCOMPLETE = {
-    "one_rank_steps_for_all": "AUDIT INCOMPLETE: of 2 processes, 1 made steps"
+    "one_rank_steps_for_all": ["AUDIT INCOMPLETE: of 2 processes, 1 made steps"]
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(tmp_path, name):
     """What could be taken for a mistake, and is none."""
-    findings, fine, last = audited_training(tmp_path, name)
-    assert not findings, findings
-    assert len(fine) > 5
-    assert last.startswith(INCOMPLETE.get(name, "AUDIT PASSED"))
+    check_passed(*audited_training(tmp_path, name), *INCOMPLETE.get(name, ()))
 
 
 GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
 GPT += ["--eval-every=10", "--n-layer=2", "--n-embd=64", "--compile=off"]
 LOOP = ["-m", "variants.train_loop", 3, 1, "--gpu-mode"]
 CLEAN = {name: command(name, 2, 1) for name in DISTRIBUTED} | {
-    "step1": ["python", ROOT / STEP1, "--epochs=2"],
+    "step1": ["python", ROOT / STEP1, *SHORT],
     "three ranks": ["torchrun", "--nproc-per-node=3", ROOT / AFTER, "--epochs=2"],
     "mingpt": [*GPT, "--dropout=0.1"],
     "mingpt --shard": [*GPT, "--shard"],
@@ -177,30 +177,26 @@ def test_like(tmp_path, name):
     status, _, text = said.partition(" | ")
     plant(BEFORE, tmp_path)
     plant(AFTER, tmp_path, *changes)
-    words = "--like=python before.py --epochs=2", *TOGETHER
-    done = typed(tmp_path, *words, hooks=[use_forks])
+    done = typed(tmp_path, LIKE, *TOGETHER, hooks=[use_forks])
     assert done.returncode == int(status), done.stdout + done.stderr
     assert text in done.stdout + done.stderr
 
 
-ALONE = ["python", "step1.py", "--epochs=2"]
 STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "status", "said"),
+    ("launcher", "script", "changes", "status", "said"),
     [
-        (ALONE, [], 0, "resumed at step 17"),
-        (TOGETHER, [(STATE, "")], 1, "after step 17"),
-        ([*TORCHRUN, "after_fsdp.py", "--epochs=2"], [], 0, "resumed at step 16"),
+        (["python"], STEP1, [], 0, "resumed at step 17"),
+        (TORCHRUN, AFTER, [(STATE, "")], 1, "after step 17"),
+        (TORCHRUN, SHARDED, [], 0, "resumed at step 16"),
     ],
 )
-def test_kill(tmp_path, words, changes, status, said):
-    plant(STEP1, tmp_path)
-    plant(SHARDED, tmp_path)
-    plant(AFTER, tmp_path, *changes)
-    words = "--kill=20", "--snapshot=stripes_snapshot.pt", *words
-    done = typed(tmp_path, *words, hooks=[use_forks])
+def test_kill(tmp_path, launcher, script, changes, status, said):
+    command = *launcher, plant(script, tmp_path, *changes), *SHORT
+    options = "--kill=20", "--snapshot=stripes_snapshot.pt"
+    done = typed(tmp_path, *options, *command, hooks=[use_forks])
     assert done.returncode == status, done.stdout + done.stderr
     assert said in done.stdout
 

@@ -139,7 +139,10 @@ BOTH_FROM_A_FORK_SERVER = """\
         workers = torch.multiprocessing.active_children()
         assert [x._start_method for x in workers] == 2 * ["forkserver"]
 """
-AVERAGE = "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+IMPORTS = """\
+import torch.nn as nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+"""
 NOTE = """\
         torch.save(ema.module.state_dict(), f"rank_{rank}.pt")
         drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
@@ -160,14 +163,13 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
     stop = fence("docs/convert_your_script.md", wish)
     stop = stop.replace(wish, "rank == 1 and epoch == 2")
     save = "        save_once(snapshot, SNAPSHOT)\n"
-    imports = "import torch.nn as nn\n"
     data = "    sampler = Distri"
     start = "    epochs_run = 0\n"
     resume = '        epochs_run = snapshot["EPOCHS_RUN"]\n'
     saved = '"EPOCHS_RUN": epoch,'
     seed = "        torch.manual_seed(args.seed + epoch * world_size + rank)\n"
     changes = [
-        (imports, imports + AVERAGE),
+        ("import torch.nn as nn\n", IMPORTS),
         ("def get_args():", NOISY),
         (data, f"    train_set = Noisy(train_set, range(1000))\n{data}"),
         (start, fence(REST, "AveragedModel(") + start),

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_weights
 from tests.helpers.fences import fence
-from tools.run.launch import plant, run_script
+from tools.run.launch import plant
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -19,8 +19,7 @@ SHARDED = "docs/fine_tune/sharded.py"
 @pytest.fixture
 def tune(tmp_path):
     """`tune(script, *options, nprocs=2)`: what it prints, beside a pretrained.pt."""
-    done = run_script(ROOT / PRETRAIN, cwd=tmp_path, OMP_NUM_THREADS=1)
-    assert done.returncode == 0, done.stderr
+    Program(["python", ROOT / PRETRAIN], tmp_path, OMP_NUM_THREADS=1).succeed()
 
     def run(script, *options, nprocs=2, status=0):
         words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]

@@ -30,33 +30,23 @@ TRICKY = (
 )
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """Options: a small text, all of it ASCII, and the folder for its tokens."""
-    return ["--data", ROOT / "LICENSE", "--cache", tmp_path_factory.mktemp("tokens")]
-
-
-@pytest.fixture(scope="session")
-def gpt(text):
-    """`gpt(folder, options, nprocs=, status=, **how)`: run mingpt.train: Done.
+def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
+    """Run mingpt.train on a small text, all of it ASCII: Done.
 
     options: as typed, besides TINY's. Without `nprocs` python starts it, else torchrun.
-    status: how it must end. how: `real`, `hooks` and variables, as of `launch`.
+    status: how it must end. real, hooks, env: as of `launch`.
     """
-
-    def run(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
-        words = ["python"]
-        if nprocs:
-            words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
-        words += ["-m", "mingpt.train", *text, *f"{TINY} {options}".split()]
-        env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
-        if not real:
-            hooks = [compile_without_a_pool, *hooks]
-        done = Program(words, folder, real, hooks=hooks, **env).finish()
-        assert done.returncode == status, done.stdout + done.stderr
-        return done
-
-    return run
+    words = ["python"]
+    if nprocs:
+        words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
+    words += ["-m", "mingpt.train", "--data", ROOT / "LICENSE"]
+    words += f"{TINY} {options}".split()
+    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
+    if not real:
+        hooks = [compile_without_a_pool, *hooks]
+    done = Program(words, folder, real, hooks=hooks, **env).finish()
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def sample(folder, options, status=0):
@@ -67,19 +57,14 @@ def sample(folder, options, status=0):
     return done
 
 
-@pytest.fixture(scope="session")
-def long_run(gpt):
+def long_run(folder, options, hooks=(), **how):
     """`gpt` for 8 steps in float64, whose gradients are clipped: see `note_at_end`."""
-
-    def run(folder, options, hooks=(), **how):
-        options = f"--steps 8 --eval-every 4 --clip 0.5 --block-size 18 {options}"
-        return gpt(folder, options, hooks=[float64, note_at_end, *hooks], **how)
-
-    return run
+    options = f"--steps 8 --eval-every 4 --clip 0.5 --block-size 18 {options}"
+    return gpt(folder, options, hooks=[float64, note_at_end, *hooks], **how)
 
 
 @pytest.fixture(scope="session")
-def unsplit(long_run, tmp_path_factory):
+def unsplit(tmp_path_factory):
     """The folder of a run of two ranks that have the whole model."""
     folder = tmp_path_factory.mktemp("unsplit")
     long_run(folder, SHARE_OF_TWO, nprocs=2)
@@ -116,8 +101,7 @@ def steps_run(folder):
 
 
 def metrics(path):
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv.DictReader(path.read_text().splitlines())
     return [{name: float(value) for name, value in row.items()} for row in rows]
 
 
@@ -126,19 +110,18 @@ def check_runs(one, other, *losses):
 
     one, other: their folders. losses: the names of columns.
     """
-    found = weights(one / "mingpt.pt")
-    expected = weights(other / "mingpt.pt")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    rows = metrics(one / METRICS)
-    for row, other_row in zip(rows, metrics(other / METRICS), strict=True):
+    both = [weights(folder / "mingpt.pt") for folder in (one, other)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-12)
+    rows = [metrics(folder / METRICS) for folder in (one, other)]
+    for row, other_row in zip(*rows, strict=True):
         for name in losses:  # which are summed in float32
             assert row[name] == pytest.approx(other_row[name], rel=1e-6)
 
 
-def check_resumes(run, folder, options, disturb, status, resumes_at, **how):
+def check_resumes(folder, options, disturb, status, resumes_at, run=gpt, **how):
     """A run that ends early goes on as one that did not: bit by bit. Returns its Done.
 
-    run: `gpt` or `long_run`. disturb: the hook that ends it. status: its exit status.
+    disturb: the hook that ends it. status: its exit status.
     """
     whole = folder / "whole"
     stopped = folder / "stopped"

@@ -17,9 +17,9 @@ def write(path, text):
     path.write_bytes(text.encode())
 
 
-def prepare(path, *options, **more):
+def prepare(path, *options):
     """`data.prepare` of one path."""
-    return data.prepare([str(path)], *options, **more)
+    return data.prepare([str(path)], *options)
 
 
 def whole(corpus):
@@ -131,9 +131,7 @@ def test_encoded_once_and_only_for_this_text(bpe, tmp_path, monkeypatch):
         write(folder / "x", texts[0])
         write(folder / "y", texts[1])
         checksums.append(prepare(folder, "chars", cache).checksum)
-    names = {folder.name for folder in cache.iterdir()}
-    assert len(names) == 7
-    assert names == set(checksums)
+    assert sorted(os.listdir(cache)) == sorted(checksums)
     monkeypatch.setattr(data, "encode", None)  # it would be called in vain
     assert checksum(text) == checksums[0]
 

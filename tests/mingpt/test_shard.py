@@ -11,13 +11,15 @@ from tests.mingpt.conftest import (
     at_step,
     check_runs,
     get_sigterm,
+    gpt,
+    long_run,
 )
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
 
 
-def test_trains_the_same_with_half_of_the_bytes(long_run, unsplit, tmp_path):
+def test_trains_the_same_with_half_of_the_bytes(unsplit, tmp_path):
     long_run(tmp_path, f"{SHARE_OF_TWO} --shard", nprocs=2)
     check_runs(unsplit, tmp_path, "train loss", "val loss")
     all_bytes, _ = noted(unsplit, "held")
@@ -25,7 +27,7 @@ def test_trains_the_same_with_half_of_the_bytes(long_run, unsplit, tmp_path):
     assert max(of_parts) < 0.53 * all_bytes < sum(of_parts)
 
 
-def test_resumes_on_three_ranks(long_run, tmp_path):
+def test_resumes_on_three_ranks(tmp_path):
     """3 does not divide the width: parts of a weight have different sizes."""
     whole = tmp_path / "whole"
     long_run(whole, "", nprocs=3)
@@ -45,7 +47,7 @@ def test_resumes_on_three_ranks(long_run, tmp_path):
         ("--shard --lr 1e38", 1, "error: step 1: the loss is ", []),
     ],
 )
-def test_no_gloo_thread_outlives_main(gpt, tmp_path, options, status, error, expected):
+def test_no_gloo_thread_outlives_main(tmp_path, options, status, error, expected):
     """One that does may abort the exit."""
     log = tmp_path / "log"
     log.mkdir()

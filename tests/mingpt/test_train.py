@@ -20,6 +20,7 @@ from tests.mingpt.conftest import (
     check_runs,
     float64,
     get_sigterm,
+    gpt,
     metrics,
     sample,
     snapshot,
@@ -33,7 +34,7 @@ SHORT = "--steps 2 --eval-every 2"
 
 
 @pytest.fixture(scope="module")
-def whole(gpt, tmp_path_factory):
+def whole(tmp_path_factory):
     """A run of 12 steps with dropout, evaluated after 6 and 12: (folder, Done)."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, gpt(folder, RESUMABLE)
@@ -56,7 +57,7 @@ def test_the_metrics_are_those_that_it_prints(whole):
         assert row["bits per byte"] == pytest.approx(bits, rel=1e-9)
 
 
-def test_world_sizes_train_the_same(gpt, tmp_path):
+def test_world_sizes_train_the_same(tmp_path):
     """And evaluate the same, at an effective batch of 8; also in micro-batches."""
     options = "--steps 4 --eval-every 2"
     one = tmp_path / "one"
@@ -69,44 +70,41 @@ def test_world_sizes_train_the_same(gpt, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "resumes_at"),
-    [(signal.SIGTERM, os.EX_TEMPFAIL, 10), (signal.SIGKILL, -9, 6)],
+    ("number", "status", "resumes_at", "compiled"),
+    [
+        (signal.SIGTERM, os.EX_TEMPFAIL, 10, "off"),
+        (signal.SIGKILL, -9, 6, "off"),
+        pytest.param(signal.SIGTERM, os.EX_TEMPFAIL, 10, "on", marks=pytest.mark.waits),
+    ],
 )
-def test_resume(gpt, tmp_path, number, status, resumes_at):
+def test_resume(tmp_path, number, status, resumes_at, compiled):
+    """Also with two threads, which share the sum of an embedding's gradient."""
+
     def befall(trainer):
         trainer._finish_writing()
         signal.raise_signal(number)
 
-    disturb = at_step(9, befall)
-    done = check_resumes(gpt, tmp_path, RESUMABLE, disturb, status, resumes_at)
+    done = check_resumes(
+        tmp_path,
+        f"{RESUMABLE} --compile {compiled}",
+        at_step(9, befall),
+        status,
+        resumes_at,
+        OMP_NUM_THREADS=2,
+    )
     assert "trained on another text" not in done.stdout
     rows = metrics(tmp_path / "stopped" / METRICS)
     assert [row["step"] for row in rows] == [6, 12]
 
 
 @pytest.mark.waits
-def test_resume_compiled(gpt, tmp_path):
-    """Also with two threads, which share the sum of an embedding's gradient."""
-    check_resumes(
-        gpt,
-        tmp_path,
-        f"{RESUMABLE} --compile on",
-        disturb=at_step(9, get_sigterm),
-        status=os.EX_TEMPFAIL,
-        resumes_at=10,
-        OMP_NUM_THREADS=2,
-    )
-
-
-@pytest.mark.waits
 @pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern --shard"])
-def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
+def test_one_rank_is_told_and_all_stop(tmp_path, model):
     """Under torchrun, told by one of two ranks; resumed, bit by bit the same."""
     check_resumes(
-        gpt,
         tmp_path,
         f"{RESUMABLE} --model {model}",
-        disturb=at_step(9, get_sigterm, rank=1),
+        at_step(9, get_sigterm, rank=1),
         status=1,  # torchrun's own
         resumes_at=10,
         nprocs=2,
@@ -121,7 +119,7 @@ def test_one_rank_is_told_and_all_stop(gpt, tmp_path, model):
         (True, "step 10: transformer.wte.weight has weights that are not finite"),
     ],
 )
-def test_no_snapshot_of_a_wrong_model(gpt, tmp_path, is_told, wrong):
+def test_no_snapshot_of_a_wrong_model(tmp_path, is_told, wrong):
     """Neither after an evaluation nor at SIGTERM. One line says so."""
 
     def befall(trainer):
@@ -140,7 +138,7 @@ def test_no_snapshot_of_a_wrong_model(gpt, tmp_path, is_told, wrong):
     ("options", "nprocs", "part"),
     [("", 2, ""), pytest.param("--split 2", 4, "part 1 of ", marks=pytest.mark.waits)],
 )
-def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path, options, nprocs, part):
+def test_no_snapshot_of_ranks_with_other_weights(tmp_path, options, nprocs, part):
     """DDP averages their gradients alone: no loss would tell.
 
     With --split, one other rank has the same part of the layer.
@@ -157,7 +155,7 @@ def test_no_snapshot_of_ranks_with_other_weights(gpt, tmp_path, options, nprocs,
 
 
 @pytest.mark.waits
-def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
+def test_sigterm_while_the_model_is_compiled(tmp_path):
     """There, an operation on a tensor raises, or becomes a part of the graph."""
 
     def befall(trainer):
@@ -170,7 +168,7 @@ def test_sigterm_while_the_model_is_compiled(gpt, tmp_path):
 
 
 @pytest.mark.waits
-def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
+def test_a_snapshot_does_not_see_later_steps(tmp_path):
     """It is written while the next steps change the weights, here after all of them."""
 
     def write_the_first_slowly(script):
@@ -181,8 +179,8 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
 
         replace(script["utils"], "save_atomically", save_atomically)
 
-    disturb = write_the_first_slowly
-    check_resumes(gpt, tmp_path, RESUMABLE, disturb, status=0, resumes_at=6)
+    slow = write_the_first_slowly
+    check_resumes(tmp_path, RESUMABLE, slow, status=0, resumes_at=6)
 
 
 @pytest.mark.waits
@@ -203,7 +201,7 @@ def test_a_snapshot_does_not_see_later_steps(gpt, tmp_path):
         ("--split 2 --precision fp16", "--split: choose --precision fp32 or bf16, .*"),
     ],
 )
-def test_bad_input(gpt, whole, options, message):
+def test_bad_input(whole, options, message):
     """One line, exit status 2, and the snapshot as it was."""
     folder, _ = whole
     before = (folder / "mingpt.pt").read_bytes()
@@ -213,7 +211,7 @@ def test_bad_input(gpt, whole, options, message):
 
 
 @pytest.mark.waits
-def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
+def test_ranks_with_other_text_do_not_train(tmp_path):
     """Two machines, each with a file of its own under the same name."""
 
     def be_on_a_machine_of_its_own(_):
@@ -222,15 +220,14 @@ def test_ranks_with_other_text_do_not_train(gpt, tmp_path):
         os.chdir(rank)
         Path("text.txt").write_text(f"{rank} is the rank of this text.\n" * 500)
 
-    options = "--data text.txt --cache tokens"
     hooks = [be_on_a_machine_of_its_own]
-    done = gpt(tmp_path, options, nprocs=2, status=1, hooks=hooks)
+    done = gpt(tmp_path, "--data text.txt", nprocs=2, status=1, hooks=hooks)
     assert "train.py: error: ranks differ in text: ['12628 tok" in done.stderr
     assert not list(tmp_path.glob("*/mingpt.pt"))
 
 
 @pytest.mark.waits
-def test_another_batch_goes_on_after_what_is_trained(gpt, tmp_path):
+def test_another_batch_goes_on_after_what_is_trained(tmp_path):
     """Also with another split of the text, which it has trained on: a line says so.
 
     Another says that the learning rate stays the saved one.
@@ -244,7 +241,7 @@ def test_another_batch_goes_on_after_what_is_trained(gpt, tmp_path):
 
 @pytest.mark.waits
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits(gpt, tmp_path, precision):
+def test_sixteen_bits(tmp_path, precision):
     """It trains nearly what float32 trains. Only fp16 has a scaler."""
     exact = tmp_path / "fp32"
     gpt(exact, SHORT)
@@ -257,7 +254,7 @@ def test_sixteen_bits(gpt, tmp_path, precision):
 
 
 @pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern"])
-def test_sample(gpt, tmp_path, model):
+def test_sample(tmp_path, model):
     """Of the model that the snapshot names."""
 
     gpt(tmp_path, f"{SHORT} --model {model}")
@@ -270,7 +267,7 @@ def test_sample(gpt, tmp_path, model):
 
 
 @pytest.mark.waits
-def test_the_learning_rate_of_each_step(gpt, tmp_path):
+def test_the_learning_rate_of_each_step(tmp_path):
     """It rises in two of ten steps. Then it falls to a tenth, along a cosine."""
     expected = {
         0: 0.5,
@@ -292,7 +289,7 @@ def test_the_learning_rate_of_each_step(gpt, tmp_path):
         assert group["initial_lr"] == 0.01
 
 
-def test_clips_the_gradients_that_are_not_scaled(gpt, tmp_path):
+def test_clips_the_gradients_that_are_not_scaled(tmp_path):
     """AdamW's first average of the gradients is a tenth of the first gradient."""
     gpt(tmp_path, "--steps 1 --precision fp16 --clip 0.01")
     optimizer = snapshot(tmp_path)["OPTIMIZER_STATE"]
@@ -310,7 +307,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.waits
-def test_golden_curve(gpt, tmp_path):
+def test_golden_curve(tmp_path):
     """The default's own sizes, on a text that is the same with every Python."""
     sizes = "--n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12"
     gpt(tmp_path, f"{sizes} --steps 20 --eval-every 10", hooks=[float64])

@@ -10,7 +10,7 @@ from mingpt import loading, options
 from mingpt.model import GPT, GPTConfig
 from mingpt.tokenizer import read_tokenizer
 from tests.helpers.gpt_checks import tokens, with_large_weights
-from tests.mingpt.conftest import sample, snapshot
+from tests.mingpt.conftest import gpt, sample, snapshot
 
 reason = "mingpt/gpt2_weights.py needs it"
 safetensors = pytest.importorskip("safetensors", reason=reason)
@@ -111,7 +111,7 @@ def test_another_size_ends_in_one_line(folder, capsys):
 
 
 @pytest.mark.waits
-def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(gpt, bpe, tmp_path):
+def test_gpt2_writes_and_fine_tuning_starts_from_its_weights(bpe, tmp_path):
     """A small one, with a tokenizer of its own."""
     size = read_tokenizer(bpe).vocab_size
     model = GPT(GPTConfig(16, vocab_size=size, n_layer=2, n_head=2, n_embd=32))

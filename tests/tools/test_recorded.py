@@ -11,8 +11,6 @@ from tools.run.processes import Program
 pytestmark = pytest.mark.waits
 
 ZOO = "tests/trunk/test_zoo.py"
-SLURM = "tests/cluster/test_slurm.py"
-ACCUMULATION = "tests/variants/test_gradient_accumulation.py"
 FSDP = "variants/fsdp.py"
 CHANGES = [  # a file, one of tests, the script that a test in it is about
     ("utils.py", ZOO, FSDP),
@@ -23,13 +21,10 @@ CHANGES = [  # a file, one of tests, the script that a test in it is about
     ("tests/hooks/probe.py", ZOO, FSDP),
     ("tests/conftest.py", ZOO, FSDP),
     ("README.md", "tests/docs/test_site.py", None),
-    ("cluster/multinode.sbatch", SLURM, None),
-    ("variants/preemptible.py", SLURM, None),
-    ("mingpt/batches.py", "tests/mingpt/test_train.py", None),
+    ("cluster/multinode.sbatch", "tests/cluster/test_slurm.py", None),
     ("mingpt/__init__.py", "tests/mingpt/test_train.py", None),
     ("variants/tensor_parallel.py", "tests/docs/test_fences.py", None),
     ("variants/ddp2.py", "tests/variants/test_train_loop.py", None),
-    ("docs/gradient_accumulation/watch.py", ACCUMULATION, None),
 ]
 
 
