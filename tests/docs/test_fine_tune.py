@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_weights
 from tests.helpers.fences import fence
-from tools.run.launch import plant
+from tools.run.launch import plant, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -21,12 +21,9 @@ def tune(tmp_path):
     """`tune(script, *options, nprocs=2)`: what it prints, beside a pretrained.pt."""
     Program(["python", ROOT / PRETRAIN], tmp_path, OMP_NUM_THREADS=1).succeed()
 
-    def run(script, *options, nprocs=2, status=0):
-        words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
-        words += [ROOT / script, *options]
-        done = Program(words, tmp_path, OMP_NUM_THREADS=1).finish()
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout
+    def run(script, *options, nprocs=2):
+        how = {"cwd": tmp_path, "nprocs": nprocs, "OMP_NUM_THREADS": 1}
+        return torchrun(ROOT / script, *options, **how).stdout
 
     return run
 
@@ -46,7 +43,8 @@ def test_any_number_of_processes_goes_on_from_any_epoch(tune, tmp_path):
     save = "        save_once(snapshot, SNAPSHOT)\n"
     kill = "        if epoch == 8:\n            os.kill(os.getpid(), 9)\n"
     plant(PRETRAIN, tmp_path / "copy")
-    tune(plant(TUNE, tmp_path / "copy", (save, kill + save)), status=1)
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        tune(plant(TUNE, tmp_path / "copy", (save, kill + save)))
     tune(TUNE, nprocs=1)
     assert_same_weights(tuned, at_once)
 

@@ -11,7 +11,7 @@ pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 from tests.helpers.site_fixtures import PAIR, check_barriers  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
-from tools.site.pages import READING_ORDER, explanations, parse  # noqa: E402
+from tools.site.pages import explanations  # noqa: E402
 from tools.site.side_by_side import page_of  # noqa: E402
 
 pytestmark = pytest.mark.waits  # for a browser
@@ -77,15 +77,6 @@ def test_the_output_flips_beside_the_line(visit, script):
     assert not switch.locator(".wrong").is_visible()
     if script:
         check_barriers(tab)
-
-
-def test_a_diff_of_a_chapter_is_the_printed_one(pages):
-    for name in READING_ORDER:
-        page = parse(f"docs/{name}.md")
-        diffs = [block for block in page.blocks if block.kind == "diff"]
-        printed = [page.lines[block.line + 1 : block.end - 1] for block in diffs]
-        shown = pages(f"{name}.html").select(".highlight-diff:not(.patch > *)")
-        assert [diff.get_text().splitlines() for diff in shown] == printed
 
 
 def test_keys_lead_to_the_changes_in_sight(visit):

@@ -80,7 +80,8 @@ def model_of(make=Net):
     return model
 
 
-def train(model, optimizer, loader=None, call=None, after=None):
+def train(model, optimizer=None, loader=None, call=None, after=None):
+    optimizer = optimizer or adam(model)
     for x, y in batches(shares() if loader is None else loader):
         optimizer.zero_grad()
         F.cross_entropy((call or model)(x), y).backward()
@@ -141,14 +142,13 @@ class Hiding(Net):
 @wrong("hidden")
 def an_output_in_an_object():
     model = fully_shard(model_of(Hiding))
-    train(model, adam(model), call=lambda x: model(x).logits)  # MISTAKE
+    train(model, call=lambda x: model(x).logits)  # MISTAKE
 
 
 @wrong("parts")
 def a_part_is_saved():
     model = fully_shard(model_of())
-    optimizer = adam(model)
-    train(model, optimizer)
+    train(model)
     state = model.state_dict()
     if dist.get_rank() == 0:
         torch.save(state, "snapshot.pt")  # MISTAKE
@@ -164,8 +164,8 @@ class Stream(IterableDataset):
 
 @wrong("samples")
 def a_stream_that_all_workers_read():
-    ddp_model = DDP(model_of())
-    train(ddp_model, adam(ddp_model), DataLoader(Stream(), 8, num_workers=2))  # MISTAKE
+    loader = DataLoader(Stream(), 8, num_workers=2)
+    train(DDP(model_of()), loader=loader)  # MISTAKE
 
 
 class Noisy(Dataset):
@@ -182,7 +182,6 @@ class Noisy(Dataset):
 
 @wrong("workers")
 def workers_that_keep_the_first_epoch(keep=True):
-    ddp_model = DDP(model_of())
     dataset = Noisy()
     loader = shares(dataset, num_workers=1, persistent_workers=keep)
     steps = itertools.count(1)
@@ -190,7 +189,7 @@ def workers_that_keep_the_first_epoch(keep=True):
     def after():
         dataset.epoch = next(steps) // len(loader)
 
-    train(ddp_model, adam(ddp_model), loader, after=after)  # MISTAKE
+    train(DDP(model_of()), loader=loader, after=after)  # MISTAKE
 
 
 # Right
@@ -220,7 +219,7 @@ def a_teacher_and_a_branch_that_is_not_used():
 
     whole = samples(161)  # the sampler gives one to both ranks
     loader = DataLoader(whole, 8, sampler=DistributedSampler(whole))
-    train(ddp_model, adam(ddp_model), loader, call=call)
+    train(ddp_model, loader=loader, call=call)
 
 
 @right
@@ -230,7 +229,6 @@ def an_optimizer_that_waits():
     of_later = adam(later, torch.optim.SGD)
     train(
         ddp_model,
-        adam(ddp_model),
         call=lambda x: ddp_model(x) + 0 * later(x),
         after=of_later.step,
     )
@@ -246,7 +244,7 @@ def two_networks_in_one_line():
     generator = DDP(model_of(lambda: nn.Linear(10, 10)))
     critic = DDP(model_of())
     of_generator = adam(generator)
-    train(critic, adam(critic), call=lambda x: critic(generator(x).detach()))
+    train(critic, call=lambda x: critic(generator(x).detach()))
     for x, y in batches(shares()):
         of_generator.zero_grad()
         F.cross_entropy(critic(generator(x)), y).backward()

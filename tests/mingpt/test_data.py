@@ -68,8 +68,8 @@ def test_the_tokens_are_the_text_and_nothing_is_changed(
 
 
 def test_more_than_65536_tokens_need_32_bits(tmp_path):
-    first = 0x10000  # below, some numbers are surrogates, which are no characters
-    text = "".join(map(chr, range(first, first + 65537)))
+    # Below 0x10000, some numbers are surrogates, which are no characters.
+    text = "".join(map(chr, range(0x10000, 0x20001)))
     path = tmp_path / "text.txt"
     write(path, text)
     corpus = prepare(path, "chars", tmp_path / "cache")
@@ -85,10 +85,9 @@ def test_all_tokenizers_validate_on_the_same_text(bpe, tmp_path):
     for kind in ("chars", "bytes", bpe):
         corpus = prepare(tmp_path / "text", kind, tmp_path / "cache", 0.5)
         decode = corpus.tokenizer.decode
-        text = decode(corpus.val).replace("<|endoftext|>", "\n")
-        texts.add(text)
-        first = decode(corpus.val[:1])
-        assert corpus.val_bytes == len(text.encode()) - len(first.encode())
+        texts.add(decode(corpus.val).replace("<|endoftext|>", "\n"))
+        rest = decode(corpus.val[1:]).replace("<|endoftext|>", "\n")
+        assert corpus.val_bytes == len(rest.encode())
         ends = [*corpus.train, *corpus.val].count(corpus.tokenizer.separator)
         assert ends == (2 if kind == bpe else 0)
     assert len(texts) == 1
@@ -126,11 +125,10 @@ def test_encoded_once_and_only_for_this_text(bpe, tmp_path, monkeypatch):
         checksum(text, fraction=0.2),
     ]
     # The same bytes, in two files: <|endoftext|> would be elsewhere.
-    for number, texts in enumerate([("ab\n", "c\n"), ("a", "b\nc\n")]):
-        folder = tmp_path / str(number)
-        write(folder / "x", texts[0])
-        write(folder / "y", texts[1])
-        checksums.append(prepare(folder, "chars", cache).checksum)
+    for first, second in ("ab\n", "c\n"), ("a", "b\nc\n"):
+        write(tmp_path / "text/x", first)
+        write(tmp_path / "text/y", second)
+        checksums.append(prepare(tmp_path / "text", "chars", cache).checksum)
     assert sorted(os.listdir(cache)) == sorted(checksums)
     monkeypatch.setattr(data, "encode", None)  # it would be called in vain
     assert checksum(text) == checksums[0]
@@ -151,8 +149,7 @@ def test_validation_predicts_each_token_once(world_size):
             assert torch.equal(targets[counts], source[counts] + 1)
             predicted += targets[counts].tolist()
         assert sorted(predicted) == list(range(1, n_tokens))
-        (length,) = lengths
-        assert length % 3 == 0
+        assert [length % 3 for length in lengths] == [0]
 
 
 @pytest.mark.parametrize("n_tokens", [9, 15, 16, 17, 24, 100, 1001])
@@ -161,14 +158,12 @@ def test_a_pass_takes_each_window_once(n_tokens):
     sampler = batches.StepSampler(n_tokens, block_size=8, batch_size=1, seed=3)
     stream = iter(sampler)
     passes = set()
-    all_starts = set()
     for _ in range(100):
-        starts = list(itertools.islice(stream, sampler.windows))
-        first = min(starts)
-        assert sorted(starts) == list(range(first, max(starts) + 1, 8))
+        starts = tuple(itertools.islice(stream, sampler.windows))
+        assert sorted(starts) == [*range(min(starts), max(starts) + 1, 8)]
         assert n_tokens - len(starts) * 8 <= 2 * 8
-        passes.add(tuple(starts))
-        all_starts.update(starts)
+        passes.add(starts)
+    all_starts = set().union(*passes)
     # A window has a target after its last token.
     assert min(all_starts) == 0
     assert max(all_starts) == n_tokens - 1 - 8
@@ -180,15 +175,13 @@ def test_a_pass_takes_each_window_once(n_tokens):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_takes_the_same_windows_at_every_world_size(world_size):
     """Also in a run that resumes, with steps of another size. A pass has 61 windows."""
-    n_tokens = 500
-    block_size = 8
-    seed = 5
-    sampler = batches.StepSampler(n_tokens, block_size, batch_size=1, seed=seed)
+    whole = {"n_tokens": 500, "block_size": 8, "seed": 5}
+    sampler = batches.StepSampler(batch_size=1, **whole)
     alone = list(itertools.islice(sampler, 2000))
     for batch_size, start in ((3, 0), (5, 60), (12, 13), (7, 777)):
         for rank in range(world_size):
             sampler = batches.StepSampler(
-                n_tokens, block_size, batch_size, seed, rank, world_size
+                batch_size=batch_size, replica=rank, replicas=world_size, **whole
             )
             sampler.start = start
             found = list(itertools.islice(sampler, 100))

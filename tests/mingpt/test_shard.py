@@ -38,27 +38,11 @@ def test_resumes_on_three_ranks(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
-@pytest.mark.parametrize(
-    ("options", "status", "error", "expected"),
-    [
-        ("--shard", 0, "", ["[]", "[]"]),
-        ("--split 2", 0, "", ["[]", "[]"]),
-        # os._exit ends a rank whose weights are not finite: it notes nothing.
-        ("--shard --lr 1e38", 1, "error: step 1: the loss is ", []),
-    ],
-)
-def test_no_gloo_thread_outlives_main(tmp_path, options, status, error, expected):
+@pytest.mark.parametrize("options", ["--shard", "--split 2"])
+def test_no_gloo_thread_outlives_main(tmp_path, options):
     """One that does may abort the exit."""
     log = tmp_path / "log"
     log.mkdir()
-    done = gpt(
-        tmp_path,
-        f"--steps 2 {options}",
-        nprocs=2,
-        status=status,
-        real=True,
-        PYTHONPATH=f"{OBSERVER}:{ROOT}",
-        THREADS_LOG=log,
-    )
-    assert error in done.stderr
-    assert [file.read_text() for file in log.iterdir()] == expected
+    env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log}
+    gpt(tmp_path, f"--steps 2 {options}", nprocs=2, real=True, **env)
+    assert [file.read_text() for file in log.iterdir()] == ["[]", "[]"]

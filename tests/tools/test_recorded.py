@@ -58,21 +58,17 @@ FAULTS = [  # a file, a text, and the fault that takes its place
 def test_what_has_passed_runs_again_only_with_a_fault(tmp_path, command):
     copy_tree(tmp_path)
 
-    def run():
-        words = ["python", "-m", *command.split()]
-        done = Program(words, tmp_path, merged=True).finish()
-        return done.returncode, done.stdout
+    def start():
+        return Program(["python", "-m", *command.split()], tmp_path, merged=True)
 
-    status, output = run()
-    assert status == 0, output
-    status, output = run()
-    assert status == 0, output
+    start().succeed()
+    output = start().succeed().stdout
     number = re.search(r"(?m)^(\d+) (tests have passed|commands print)", output)[1]
     assert int(number) > 1
     assert not re.search(r"\d passed|: exit status", output)
     for name, right, wrong in FAULTS:
         text = (tmp_path / name).read_text()
         edit(tmp_path / name, (right, wrong))
-        status, output = run()
+        done = start().finish()
         (tmp_path / name).write_text(text)
-        assert status == 1, output
+        assert done.returncode == 1, done.stdout
