@@ -128,8 +128,7 @@ def test_no_snapshot_of_a_wrong_model(tmp_path, is_told, wrong):
             get_sigterm(trainer)
 
     done = gpt(tmp_path, RESUMABLE, status=2, hooks=[at_step(9, befall)])
-    line = f"train.py: error: {wrong}: mingpt.pt stays at step 6\n"
-    assert done.stderr == line
+    assert done.stderr == f"train.py: error: {wrong}: mingpt.pt stays at step 6\n"
     assert steps_run(tmp_path) == 6
     assert [row["step"] for row in metrics(tmp_path / METRICS)] == [6]
 
@@ -162,8 +161,7 @@ def test_sigterm_while_the_model_is_compiled(tmp_path):
         with FakeTensorMode():
             get_sigterm(trainer)
 
-    hooks = [at_step(9, befall)]
-    gpt(tmp_path, RESUMABLE, status=os.EX_TEMPFAIL, hooks=hooks)
+    gpt(tmp_path, RESUMABLE, status=os.EX_TEMPFAIL, hooks=[at_step(9, befall)])
     assert steps_run(tmp_path) == 10
 
 
@@ -171,16 +169,15 @@ def test_sigterm_while_the_model_is_compiled(tmp_path):
 def test_a_snapshot_does_not_see_later_steps(tmp_path):
     """It is written while the next steps change the weights, here after all of them."""
 
-    def write_the_first_slowly(script):
-        def save_atomically(inner, snapshot, path):
-            if snapshot["STEPS_RUN"] == 6:
-                time.sleep(1)
-                inner(snapshot, path)
+    def save_atomically(inner, snapshot, path):
+        if snapshot["STEPS_RUN"] == 6:
+            time.sleep(1)
+            inner(snapshot, path)
 
+    def write_the_first_slowly(script):
         replace(script["utils"], "save_atomically", save_atomically)
 
-    slow = write_the_first_slowly
-    check_resumes(tmp_path, RESUMABLE, slow, status=0, resumes_at=6)
+    check_resumes(tmp_path, RESUMABLE, write_the_first_slowly, 0, resumes_at=6)
 
 
 @pytest.mark.waits

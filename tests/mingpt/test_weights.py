@@ -1,6 +1,5 @@
 """mingpt/gpt2_weights.py: the same logits as transformers' GPT-2, both ways."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from mingpt.model import GPT, GPTConfig
 from mingpt.tokenizer import read_tokenizer
 from tests.helpers.gpt_checks import tokens, with_large_weights
 from tests.mingpt.conftest import gpt, sample, snapshot
+from tools.files import edit
 
 reason = "mingpt/gpt2_weights.py needs it"
 safetensors = pytest.importorskip("safetensors", reason=reason)
@@ -84,9 +84,8 @@ def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
 
 def test_loads_old_files(theirs, tmp_path):
     """Those of 2019 have short names, and masks among the weights."""
-    state = {}
-    for name, weight in theirs.transformer.state_dict().items():
-        state[name] = weight.contiguous()
+    state = theirs.transformer.state_dict()
+    state = {name: weight.contiguous() for name, weight in state.items()}
     state["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
     state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
@@ -94,9 +93,7 @@ def test_loads_old_files(theirs, tmp_path):
 
 
 def test_refuses_what_is_no_gpt2(folder):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"activation_function": "relu"}
-    path.write_text(json.dumps(config))
+    edit(folder / "config.json", ("gelu_new", "relu"))
     with pytest.raises(ValueError, match="is 'relu', in GPT-2 'gelu_new'"):
         load_gpt2(folder)
 
