@@ -243,12 +243,8 @@ def workers_that_start_anew():
 def two_networks_in_one_line():
     generator = DDP(model_of(lambda: nn.Linear(10, 10)))
     critic = DDP(model_of())
-    of_generator = adam(generator)
     train(critic, call=lambda x: critic(generator(x).detach()))
-    for x, y in batches(shares()):
-        of_generator.zero_grad()
-        F.cross_entropy(critic(generator(x)), y).backward()
-        of_generator.step()
+    train(generator, call=lambda x: critic(generator(x)))
 
 
 @right

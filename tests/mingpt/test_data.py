@@ -59,9 +59,7 @@ def test_the_tokens_are_the_text_and_nothing_is_changed(
         assert isinstance(corpus.train, np.memmap)
         assert corpus.train.dtype == corpus.val.dtype == np.uint16
         assert max(corpus.train.max(), corpus.val.max()) < corpus.vocab_size
-    state = corpus.tokenizer.state()
-    again = make_tokenizer(state)
-    assert again.state() == state
+    again = make_tokenizer(corpus.tokenizer.state())
     ids = again.encode(TRICKY)
     assert ids == corpus.tokenizer.encode(TRICKY)
     assert again.decode(ids) == TRICKY

@@ -4,6 +4,7 @@ test_model.py shows of both models what both must do.
 """
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
@@ -144,10 +145,6 @@ def test_only_matrices_are_left():
 # The two optimizers behind one
 
 
-def copies(model):
-    return {name: weight.clone() for name, weight in model.state_dict().items()}
-
-
 @pytest.mark.waits
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
     made = ablation.load("one in: Muon")  # it has biases
@@ -176,7 +173,7 @@ def test_a_snapshot_of_two_optimizers_is_not_loaded_into_one():
 def test_a_step_of_muon_is_orthogonal_and_as_large_as_one_of_adamw():
     model = with_large_weights(build(module)).float()
     optimizer = module.make_optimizer(model, lr=1e-2, weight_decay=0.0)
-    before = copies(model)
+    before = deepcopy(model.state_dict())
     loss_of(model).backward()
     optimizer.step()
     for name, weight in model.named_parameters():
@@ -198,7 +195,7 @@ def test_a_scaler_skips_both_optimizers_or_none():
     optimizer = module.make_optimizer(model, lr=1e-2, weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for spoiled in ("transformer.wte", "transformer.h.1.mlp.c_fc", None):
-        before = copies(model)
+        before = deepcopy(model.state_dict())
         optimizer.zero_grad()
         scaler.scale(loss_of(model)).backward()
         if spoiled:

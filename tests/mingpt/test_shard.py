@@ -6,14 +6,7 @@ import pytest
 
 from tests.conftest import OBSERVER
 from tests.helpers.checks import noted
-from tests.mingpt.conftest import (
-    SHARE_OF_TWO,
-    at_step,
-    check_runs,
-    get_sigterm,
-    gpt,
-    long_run,
-)
+from tests.mingpt.conftest import SHARE_OF_TWO, check_runs, gpt, long_run
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -25,16 +18,6 @@ def test_trains_the_same_with_half_of_the_bytes(unsplit, tmp_path):
     all_bytes, _ = noted(unsplit, "held")
     of_parts = noted(tmp_path, "held")
     assert max(of_parts) < 0.53 * all_bytes < sum(of_parts)
-
-
-def test_resumes_on_three_ranks(tmp_path):
-    """3 does not divide the width: parts of a weight have different sizes."""
-    whole = tmp_path / "whole"
-    long_run(whole, "", nprocs=3)
-    told = at_step(3, get_sigterm, ask_every=1)
-    long_run(tmp_path, "--shard", nprocs=3, status=1, hooks=[told])
-    long_run(tmp_path, "--shard", nprocs=3)
-    check_runs(tmp_path, whole, "val loss")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
