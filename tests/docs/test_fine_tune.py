@@ -59,9 +59,9 @@ def test_a_thawed_layer_has_a_rate_of_its_own(tune, tmp_path):
 
 def test_weight_decay_moves_a_frozen_weight_whose_gradient_is_0():
     for none in (True, False):
-        weight = torch.nn.Parameter(torch.ones(1))
+        weight = torch.ones(1)
         weight.grad = torch.ones(1)
-        optimizer = torch.optim.AdamW([weight.requires_grad_(False)])
+        optimizer = torch.optim.AdamW([weight])
         optimizer.zero_grad(set_to_none=none)
         optimizer.step()
         assert (weight.item() == 1) == none

@@ -32,11 +32,8 @@ LOOK = """(key) => frames(read(key)).map((frame, index) => {
 
 
 def test_a_run_does_what_is_recorded():
-    def near(value):
-        return pytest.approx(value, abs=1e-3)
-
-    stale = "stale: python -m tools.site.slow_motion"
-    assert record() == tree_map(near, KEPT), stale
+    near = tree_map(lambda value: pytest.approx(value, abs=1e-3), KEPT)
+    assert record() == near, "stale: python -m tools.site.slow_motion"
 
 
 def test_each_picture_shows_the_record(visit):

@@ -75,11 +75,12 @@ def check_learns(made):
 
 def test_rotary_scores_depend_on_the_distance_alone():
     torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64)
+    both = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64)
 
     def scores(start):
         cos_sin = module.rotary(start, start + 6, head_size=8, device="cpu")
-        return module.apply_rotary(q, cos_sin) @ module.apply_rotary(k, cos_sin).mT
+        q, k = module.apply_rotary(both, cos_sin)
+        return q @ k.mT
 
     assert_close(scores(0), scores(50), rtol=0, atol=1e-5)
 
@@ -131,8 +132,7 @@ def test_a_new_block_changes_nothing_and_the_head_is_the_embedding():
     model = build(module)
     idx = tokens(model)
     embedded = model.transformer.wte(idx)
-    expected = model.transformer.ln_f(embedded)
-    assert_close(model.hidden(idx), expected)
+    assert_close(model.hidden(idx), model.transformer.ln_f(embedded))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.std() > 0.01
 

@@ -47,8 +47,7 @@ def test_the_metrics_are_those_that_it_prints(whole):
     """
     folder, done = whole
     state = snapshot(folder)["MODEL_STATE"]
-    places = {tensor.data_ptr() for tensor in state.values()}
-    assert len(places) == len(state) - 1
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(state) - 1
     rows = metrics(folder / METRICS)
     assert [row["step"] for row in rows] == [6, 12]
     for row in rows:
@@ -246,8 +245,8 @@ def test_sixteen_bits(tmp_path, precision):
         folder = tmp_path / f"16{more}"
         gpt(folder, f"{SHORT} --precision {precision} {more}")
         assert bool(snapshot(folder)["SCALER_STATE"]) == (precision == "fp16")
-        differences = weights(folder / "mingpt.pt") - weights(exact / "mingpt.pt")
-        assert 0 < differences.abs().max() < 0.01
+        moved = weights(folder / "mingpt.pt") - weights(exact / "mingpt.pt")
+        assert 0 < moved.abs().max() < 0.01
 
 
 @pytest.mark.parametrize("model", ["mingpt.model", "mingpt.modern"])
@@ -273,8 +272,8 @@ def test_the_learning_rate_of_each_step(tmp_path):
         6: 0.55,
         10: 0.1,
     }
-    found = {step: lr_scale(step, steps=10, warmup=0.2) for step in expected}
-    assert found == pytest.approx(expected)
+    for step, scale in expected.items():
+        assert lr_scale(step, steps=10, warmup=0.2) == pytest.approx(scale)
     assert lr_scale(0, steps=1, warmup=0.5) == 1
 
     gpt(tmp_path, "--steps 7 --lr 0.01 --warmup 0.4 --model mingpt.modern")
@@ -289,8 +288,8 @@ def test_the_learning_rate_of_each_step(tmp_path):
 def test_clips_the_gradients_that_are_not_scaled(tmp_path):
     """AdamW's first average of the gradients is a tenth of the first gradient."""
     gpt(tmp_path, "--steps 1 --precision fp16 --clip 0.01")
-    optimizer = snapshot(tmp_path)["OPTIMIZER_STATE"]
-    averages = [state["exp_avg"] for state in optimizer["state"].values()]
+    states = snapshot(tmp_path)["OPTIMIZER_STATE"]["state"].values()
+    averages = [state["exp_avg"] for state in states]
     norm = 10 * torch.nn.utils.get_total_norm(averages)
     assert norm.item() == pytest.approx(0.01, rel=1e-3)
 

@@ -20,7 +20,7 @@ from tools.scripts import ROOT
 pytestmark = pytest.mark.waits
 reason = variants.why_no_networks("cpu")
 needs_networks = pytest.mark.skipif(reason is not None, reason=str(reason))
-WEIGHTS = 809_001  # of the model, with its hidden layers
+BYTES_OF_GRADIENTS = 4 * 809_001  # the model's weights, with its hidden layers
 
 
 @needs_networks
@@ -31,8 +31,7 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
         three = variants.Edge("multigpu.py", tmp_path / "edge", found, "cpu", 3)
         # Two steps, in which each of three ranks takes 8 samples
         figures = three.run("multigpu.py", 2 * 3 * 8, 8)
-    bytes_of_gradients = 4 * WEIGHTS
-    ring = 2 * (2 * (3 - 1) / 3 * bytes_of_gradients)  # in two steps
+    ring = 2 * (2 * (3 - 1) / 3 * BYTES_OF_GRADIENTS)  # in two steps
     assert ring < figures["sent_bytes"] < 1.06 * ring
 
 

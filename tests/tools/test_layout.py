@@ -8,20 +8,20 @@ from tools.scripts import ROOT, own_tests, variants
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
 READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "cluster/**/*.py", "docs/**/*.py"]
-FOLDERS = ["tools", "benchmarks", "tests"]  # each from those before
+ABOVE = {
+    **dict.fromkeys(READ, {"tools", "benchmarks", "tests"}),
+    "tools/**/*.py": {"benchmarks", "tests"},
+    "benchmarks/**/*.py": {"tests"},
+}
 
 
-@pytest.mark.parametrize("pattern", [*READ, *(f"{name}/**/*.py" for name in FOLDERS)])
+@pytest.mark.parametrize("pattern", ABOVE)
 def test_nothing_imports_upwards(pattern):
-    folder = pattern.partition("/")[0]
-    above = {*FOLDERS}
-    if folder in FOLDERS:
-        above -= {*FOLDERS[: FOLDERS.index(folder) + 1]}
     files = sorted(ROOT.glob(pattern))
     assert files
     for file in files:
         modules, _ = read(file.read_text())
-        assert not {name.partition(".")[0] for name in modules} & above, file
+        assert not {name.partition(".")[0] for name in modules} & ABOVE[pattern], file
 
 
 @pytest.mark.parametrize("name", variants())
