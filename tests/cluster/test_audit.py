@@ -81,7 +81,7 @@ def check_found(mistake, code, name, findings, fine, _):
     """One mistake is found, in a line with this code. What it spoils is not fine."""
     assert [each.mistake for each in findings] == [mistake], findings
     lines = [audit.code_at(line) for each in findings for line in each.lines]
-    assert code in "".join(lines)
+    assert code in "\n".join(lines)
     assert not [line for line in fine if line.startswith(NOT_FINE.get(name, ()))]
 
 

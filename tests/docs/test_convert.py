@@ -20,19 +20,17 @@ STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
 SHARDED = "docs/shard_your_model/after_fsdp.py"
 SNAPSHOT = "stripes_snapshot.pt"
-# Workers take most of the time. The test of gloo's threads has them.
-ALONE = "--workers=0"
 
 
 def train(script, epochs, *options, cwd, **env):
-    """Done of a script on two processes."""
-    words = ROOT / script, "--epochs", epochs, *options
+    """Done of a script on two processes. Workers would take most of the time."""
+    words = ROOT / script, "--workers=0", "--epochs", epochs, *options
     return torchrun(*words, cwd=cwd, OMP_NUM_THREADS=1, **env)
 
 
 def compared(folder, nprocs):
     """The exit status of the audit of after.py, which compares it with before.py."""
-    options = f"--epochs=2 {ALONE}"
+    options = "--epochs=2 --workers=0"
     words = f"torchrun --standalone --nproc-per-node={nprocs} after.py {options}"
     like = f"--like=python before.py {options}"
     command = ["python", "-m", "cluster.audit", like, *words.split()]
@@ -47,12 +45,12 @@ def test_two_processes_save_what_one_saves(tmp_path):
     With dropout the processes draw other numbers than one does: what they have learnt
     is compared without, by the audit.
     """
-    done = train(AFTER, 5, ALONE, cwd=tmp_path)
+    done = train(AFTER, 5, cwd=tmp_path)
     *_, accuracy = re.findall(r"accuracy (\S+)%", done.stdout)
     assert float(accuracy) > 80
     assert os.listdir(tmp_path) == [SNAPSHOT], "nothing else is left"
-    one = run_script(ROOT / STEP1, "--epochs=6", ALONE, cwd=tmp_path)
-    two = train(AFTER, 7, ALONE, cwd=tmp_path)
+    one = run_script(ROOT / STEP1, "--workers=0", "--epochs=6", cwd=tmp_path)
+    two = train(AFTER, 7, cwd=tmp_path)
     for done, epochs in (one, "5 of 6"), (two, "6 of 7"):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
 
@@ -65,7 +63,7 @@ def test_the_sharded_script_trains_and_resumes_as_ddp_does(tmp_path):
     whole = plant(AFTER, tmp_path / "whole", others)
     parts = plant(SHARDED, tmp_path / "parts", others)
     for script, epochs in (whole, 2), (parts, 1), (parts, 2):
-        done = train(script, epochs, ALONE, cwd=script.parent)
+        done = train(script, epochs, cwd=script.parent)
     assert "resuming: 1 of 2 epochs are finished" in done.stdout
     states = [load(path.with_name(SNAPSHOT))["MODEL_STATE"] for path in (whole, parts)]
     assert same_bits(*states)
@@ -189,7 +187,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
     at_once = tmp_path / "at once"
     resumed = tmp_path / "resumed"
     for cwd, epochs in (resumed, 1), (resumed, 9), (at_once, 9):
-        done = train(script, epochs, ALONE, cwd=cwd, PYTHONPATH=ROOT)
+        done = train(script, epochs, cwd=cwd, PYTHONPATH=ROOT)
     assert load(at_once / SNAPSHOT)["EPOCHS_RUN"] == 2
     assert same_bits(load(at_once / SNAPSHOT), load(resumed / SNAPSHOT))
     drawn = re.findall(r"drawn (\S+)", done.stdout)
@@ -203,5 +201,5 @@ def test_no_gloo_thread_outlives_it(script, tmp_path):
     log = tmp_path / "threads"
     log.mkdir()
     env = {"PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-    train(script, 1, cwd=tmp_path, real=True, **env)
+    train(script, 1, "--workers=2", cwd=tmp_path, real=True, **env)
     assert [path.read_text() for path in log.iterdir()] == ["[]", "[]"]

@@ -17,7 +17,6 @@ from tools.run.processes import Program
 from tools.run.results import load, weights
 from tools.scripts import ROOT
 
-METRICS = "mingpt.metrics.csv"
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
 TINY += " --compile off --precision fp32"
 # Two ranks train on 4 blocks in a step.
@@ -100,8 +99,8 @@ def steps_run(folder):
     return snapshot(folder)["STEPS_RUN"]
 
 
-def metrics(path):
-    rows = csv.DictReader(path.read_text().splitlines())
+def metrics(folder, name="mingpt.metrics.csv"):
+    rows = csv.DictReader((folder / name).read_text().splitlines())
     return [{name: float(value) for name, value in row.items()} for row in rows]
 
 
@@ -112,7 +111,7 @@ def check_runs(one, other, *losses):
     """
     both = [weights(folder / "mingpt.pt") for folder in (one, other)]
     torch.testing.assert_close(*both, rtol=0, atol=1e-12)
-    rows = [metrics(folder / METRICS) for folder in (one, other)]
+    rows = [metrics(folder) for folder in (one, other)]
     for row, other_row in zip(*rows, strict=True):
         for name in losses:  # which are summed in float32
             assert row[name] == pytest.approx(other_row[name], rel=1e-6)

@@ -17,9 +17,9 @@ def write(path, text):
     path.write_bytes(text.encode())
 
 
-def prepare(path, *options):
-    """`data.prepare` of one path."""
-    return data.prepare([str(path)], *options)
+def prepare(path, kind, *options):
+    """`data.prepare` of one path, with its cache beside it."""
+    return data.prepare([str(path)], kind, path.with_name("cache"), *options)
 
 
 def whole(corpus):
@@ -50,11 +50,11 @@ def test_the_tokens_are_the_text_and_nothing_is_changed(
     if kind == "file":
         kind = bpe
     text = TRICKY * 20
-    path = tmp_path / "text.txt"
-    write(path, text)
     for piece in (1 << 20, 50):  # whatever is read at a time
         monkeypatch.setattr(data, "PIECE", piece)
-        corpus = prepare(path, kind, tmp_path / f"cache{piece}")
+        path = tmp_path / f"{piece}/text.txt"
+        write(path, text)
+        corpus = prepare(path, kind)
         assert whole(corpus) == text
         assert isinstance(corpus.train, np.memmap)
         assert corpus.train.dtype == corpus.val.dtype == np.uint16
@@ -70,7 +70,7 @@ def test_more_than_65536_tokens_need_32_bits(tmp_path):
     text = "".join(map(chr, range(0x10000, 0x20001)))
     path = tmp_path / "text.txt"
     write(path, text)
-    corpus = prepare(path, "chars", tmp_path / "cache")
+    corpus = prepare(path, "chars")
     assert corpus.vocab_size == 65537
     assert corpus.train.dtype == np.uint32
     assert whole(corpus) == text
@@ -81,7 +81,7 @@ def test_all_tokenizers_validate_on_the_same_text(bpe, tmp_path):
         write(tmp_path / f"text/{name}.txt", f"{name}\n" + TRICKY * 5)
     texts = set()
     for kind in ("chars", "bytes", bpe):
-        corpus = prepare(tmp_path / "text", kind, tmp_path / "cache", 0.5)
+        corpus = prepare(tmp_path / "text", kind, 0.5)
         decode = corpus.tokenizer.decode
         texts.add(decode(corpus.val).replace("<|endoftext|>", "\n"))
         rest = decode(corpus.val[1:]).replace("<|endoftext|>", "\n")
@@ -102,17 +102,15 @@ def test_all_tokenizers_validate_on_the_same_text(bpe, tmp_path):
 def test_a_split_shares_nothing_and_cuts_no_character(texts, train, val, tmp_path):
     for number, text in enumerate(texts):
         write(tmp_path / f"text/{number}", text)
-    corpus = prepare(tmp_path / "text", "bytes", tmp_path / "cache")
+    corpus = prepare(tmp_path / "text", "bytes")
     assert (len(corpus.train), len(corpus.val)) == (train, val)
     assert whole(corpus) == "\n".join(texts)
 
 
 def test_encoded_once_and_only_for_this_text(bpe, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-
     def checksum(text, tokenizer="chars", fraction=0.1):
         write(tmp_path / "text.txt", text)
-        return prepare(tmp_path / "text.txt", tokenizer, cache, fraction).checksum
+        return prepare(tmp_path / "text.txt", tokenizer, fraction).checksum
 
     text = "ab\nc\n" * 99
     checksums = [
@@ -126,8 +124,8 @@ def test_encoded_once_and_only_for_this_text(bpe, tmp_path, monkeypatch):
     for first, second in ("ab\n", "c\n"), ("a", "b\nc\n"):
         write(tmp_path / "text/x", first)
         write(tmp_path / "text/y", second)
-        checksums.append(prepare(tmp_path / "text", "chars", cache).checksum)
-    assert sorted(os.listdir(cache)) == sorted(checksums)
+        checksums.append(prepare(tmp_path / "text", "chars").checksum)
+    assert sorted(os.listdir(tmp_path / "cache")) == sorted(checksums)
     monkeypatch.setattr(data, "encode", None)  # it would be called in vain
     assert checksum(text) == checksums[0]
 

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mingpt.train import lr_scale
 from tests.hooks import replace
 from tests.mingpt.conftest import (
-    METRICS,
     at_step,
     check_resumes,
     check_runs,
@@ -48,7 +47,7 @@ def test_the_metrics_are_those_that_it_prints(whole):
     folder, done = whole
     state = snapshot(folder)["MODEL_STATE"]
     assert len({tensor.data_ptr() for tensor in state.values()}) == len(state) - 1
-    rows = metrics(folder / METRICS)
+    rows = metrics(folder)
     assert [row["step"] for row in rows] == [6, 12]
     for row in rows:
         assert f"val loss {row['val loss']:.4f} | bits per" in done.stdout
@@ -92,7 +91,7 @@ def test_resume(tmp_path, number, status, resumes_at, compiled):
         OMP_NUM_THREADS=2,
     )
     assert "trained on another text" not in done.stdout
-    rows = metrics(tmp_path / "stopped" / METRICS)
+    rows = metrics(tmp_path / "stopped")
     assert [row["step"] for row in rows] == [6, 12]
 
 
@@ -129,7 +128,7 @@ def test_no_snapshot_of_a_wrong_model(tmp_path, is_told, wrong):
     done = gpt(tmp_path, RESUMABLE, status=2, hooks=[at_step(9, befall)])
     assert done.stderr == f"train.py: error: {wrong}: mingpt.pt stays at step 6\n"
     assert steps_run(tmp_path) == 6
-    assert [row["step"] for row in metrics(tmp_path / METRICS)] == [6]
+    assert [row["step"] for row in metrics(tmp_path)] == [6]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_golden_curve(tmp_path):
     """The default's own sizes, on a text that is the same with every Python."""
     sizes = "--n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12"
     gpt(tmp_path, f"{sizes} --steps 20 --eval-every 10", hooks=[float64])
-    golden = metrics(ROOT / "tests/golden/curve.csv")
-    for row, expected in zip(metrics(tmp_path / METRICS), golden, strict=True):
+    golden = metrics(ROOT / "tests/golden", "curve.csv")
+    for row, expected in zip(metrics(tmp_path), golden, strict=True):
         expected["tokens/s"] = row["tokens/s"]
         assert row == pytest.approx(expected, abs=TOLERANCE)
