@@ -148,7 +148,8 @@ def an_output_in_an_object():
 @wrong("parts")
 def a_part_is_saved():
     model = fully_shard(model_of())
-    train(model)
+    optimizer = adam(model)
+    train(model, optimizer)
     state = model.state_dict()
     if dist.get_rank() == 0:
         torch.save(state, "snapshot.pt")  # MISTAKE
@@ -164,8 +165,8 @@ class Stream(IterableDataset):
 
 @wrong("samples")
 def a_stream_that_all_workers_read():
-    loader = DataLoader(Stream(), 8, num_workers=2)
-    train(DDP(model_of()), loader=loader)  # MISTAKE
+    ddp_model = DDP(model_of())
+    train(ddp_model, loader=DataLoader(Stream(), 8, num_workers=2))  # MISTAKE
 
 
 class Noisy(Dataset):

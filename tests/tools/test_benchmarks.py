@@ -1,6 +1,5 @@
 """The benchmarks measure what they say, on the scripts as they are now."""
 
-import math
 import re
 from argparse import Namespace
 
@@ -89,8 +88,6 @@ def test_versions_train_the_same(tmp_path):
         assert theirs.loss == pytest.approx(hugging_face.loss, abs=1e-5)
         assert theirs.flops == hugging_face.flops == ours.flops > 0
         assert theirs.tokens == ours.tokens == 2 * 12 * 64
-    first, second = turns["plain loop"]
-    assert second.loss < first.loss < math.log(120)
 
 
 @in_a_fork
