@@ -36,8 +36,6 @@ from tools.scripts import ROOT, ancestry
 collect = gc.collect
 TCPStore = dist.TCPStore
 
-compiled = {}  # {script: its code, and that of its last block}
-
 
 class Refused(Exception):
     """What `utils.error` raises here."""
@@ -60,7 +58,7 @@ class Ranks:
 
     def meet(self):
         """In a new process group; gloo fails to connect one of some hundred."""
-        while True:
+        for _ in range(5):
             leave()
             self.calls += 1
             fault = None
@@ -76,6 +74,7 @@ class Ranks:
                 fault = str(error)
             if not any(self.exchange(fault)):
                 return
+        raise ConnectionError("gloo does not connect the ranks")
 
     def exchange(self, mine):
         """What each rank has given."""
@@ -129,35 +128,31 @@ def run(name, ranks, replaced, path):
     The script runs as it is started, but for what `replaced` has. It resumes from
     `path` and saves to `path` + ".1" and ".2".
     """
-    path_of_script = ROOT / name
-    if name not in compiled:
-        text, _, last = path_of_script.read_text().partition(warm.ENTRY)
-        texts = (text, f"if True:{last}")
-        compiled[name] = [compile(part, path_of_script, "exec") for part in texts]
-    body, last = compiled[name]
-    script = {"__name__": "__main__"}
-    exec(body, script)
     ended = []
 
-    class Trainer(script["Trainer"]):
-        def train(self, total_epochs):
-            super().train(total_epochs)
-            states = [self.model.state_dict(), self.optimizer.state_dict()]
-            ended.append(whole(states))
+    def change(script):
+        class Trainer(script["Trainer"]):
+            def train(self, total_epochs):
+                super().train(total_epochs)
+                states = [self.model.state_dict(), self.optimizer.state_dict()]
+                ended.append(whole(states))
 
-        def _save_snapshot(self):
-            self.snapshot_path = f"{path}.{self.epochs_run}"
-            super()._save_snapshot()
+            def _save_snapshot(self):
+                self.snapshot_path = f"{path}.{self.epochs_run}"
+                super()._save_snapshot()
 
-    script["Trainer"] = Trainer
-    script["ddp_setup"] = lambda *_: None
-    script |= replaced
+        script["Trainer"] = Trainer
+        script["ddp_setup"] = lambda *_: None
+        script.update(replaced)
+
+    script = ROOT / name
     options = ["--batch-size", launch.batch_size(name, 24, ranks.world)]
     options += ["--snapshot-path", path]
-    words = launch.command(path_of_script, 2, 1, *options, nprocs=ranks.world)
-    sys.argv = [str(path_of_script), *words[words.index("2") :]]
+    words = launch.command(script, 2, 1, *options, nprocs=ranks.world)
+    sys.argv = [str(script), *words[words.index("2") :]]
+    warm.to_call[:] = [change]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(last, script)
+        warm.execute(script, "__main__")
     return ended[0], losses(Done(0, printed.getvalue(), ""))
 
 

@@ -4,13 +4,12 @@
 
 Takes each statement, each block's header and each argument that a script's diff adds
 back out again, one at a time, and runs tests until one fails: first the one that killed
-this mutant before. If this test no longer does, then all that the line's explanation
-names, those first that are quick and have killed others. Without names it does all
-scripts.
+this mutant before, then all that the line's explanation names. Without names it does
+all scripts.
 
 Tests marked `text` do not count, because they compare files, nor do tests that run only
-other scripts. As a control, the tests run on the script as it is before. Only a test
-that ran and failed kills a mutant. A test that times out, whose fixture fails or that
+other scripts. Only a test that ran and failed kills a mutant, and as a control, it must
+not fail on the script as it is. A test that times out, whose fixture fails or that
 pytest cannot collect is no verdict: the others decide.
 
 tools/prove/record.py keeps each mutant that a test has killed. It runs again only if
@@ -21,7 +20,7 @@ names the killer. A test's folder may change, and so may comments and imports. S
 alone finds what a hook, conftest.py or another PyTorch changes, or a function of
 utils.py that only other lines of the mutant's function name.
 
-Exit status 1 if any mutant survives, and if the control fails.
+Exit status 1 if any mutant survives.
 """
 
 import ast
@@ -35,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent import futures
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ JOBS = 2  # mutants tested at once
 # In the fork, this module is a plugin of pytest: it chooses the tests, stops when one
 # has failed, and writes down `facts`.
 
-facts = {"killer": "", "no_verdict": [], "took_s": {}}
+facts = {"killer": "", "no_verdict": []}
 
 
 @pytest.hookimpl(trylast=True)
@@ -71,7 +70,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for test in (item.nodeid, function_of(item.nodeid)):
             if test in order and about(item.nodeid, os.environ["CHILD"]):
-                places[item] = order.index(test)
+                places.setdefault(item, order.index(test))
     items[:] = sorted(places, key=places.get)
 
 
@@ -84,8 +83,6 @@ def pytest_collectreport(report):
 def pytest_runtest_makereport(item, call):
     report = yield
     test = item.nodeid
-    if report.when == "call" and not report.skipped:
-        facts["took_s"][test] = report.duration
     if report.failed and isinstance(call.excinfo.value, TimedOut):
         facts["no_verdict"].append(f"{test} times out")
     elif report.failed and report.when != "call":
@@ -125,17 +122,14 @@ def about(test, child):
 # Each mutant is tested in a copy of the tree.
 
 
-def attempt(child, mutant, tests):
-    """Run tests in a fork, on a copy of the tree that has `mutant`, or on a control.
-
-    (mutant, facts, output)
-    """
+@functools.cache
+def run_tests(child, text, tests):
+    """`facts` of tests in a fork, on a copy of the tree whose `child` has this text."""
     found = facts | {"no_verdict": ["pytest does not start"]}
     with tempfile.TemporaryDirectory(prefix="lines-") as name:
         folder = Path(name)
         copy_tree(folder)
-        if mutant:
-            (folder / child).write_text(mutant.text)
+        (folder / child).write_text(text)
         # The stand-in's source is one file for all copies: it is compiled once.
         standin = folder / "tests/standin/standin.cpp"
         standin.unlink()
@@ -158,36 +152,26 @@ def attempt(child, mutant, tests):
             TEST_TIMEOUT_S=os.environ.get("TEST_TIMEOUT_S", WAIT_S),
         )
         try:
-            output = fork.finish(LIMIT_S).stdout
+            fork.finish(LIMIT_S)
             if written.exists():
                 found = json.loads(written.read_text())
-        except TimedOut as error:
-            output = str(error)
+        except TimedOut:
             found["no_verdict"] = [f"the tests take more than {LIMIT_S} s"]
         finally:
             end_all()  # if this is interrupted
-    return mutant, found, output
+    return found
 
 
-def run(child, tasks):
-    """Yield what `attempt` returns of each task, (mutant, tests), as they end.
-
-    tasks: an iterator, which is asked for the next task when there is room for it.
-    """
-    # Each worker is a process without threads, so that it may fork.
-    forked = multiprocessing.get_context("fork")
-    with futures.ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
-        running = set()
-        while True:
-            for task in itertools.islice(tasks, JOBS - len(running)):
-                from tools.run import warm  # noqa: F401  once here, not in each worker
-
-                running.add(pool.submit(attempt, child, *task))
-            if not running:
-                break
-            ended, running = futures.wait(running, return_when="FIRST_COMPLETED")
-            for job in ended:
-                yield job.result()
+def attempt(child, mutant, tests):
+    """`facts` of a mutant: what kills it, and does not fail without it."""
+    found = run_tests(child, mutant.text, tuple(tests))
+    killer = found["killer"]
+    if killer:
+        control = run_tests(child, (ROOT / child).read_text(), (killer,))
+        if control["killer"] or control["no_verdict"]:
+            reason = f"{killer} fails on the script as it is, too"
+            found = {"killer": "", "no_verdict": [reason]}
+    return found
 
 
 # The proof of a script runs its mutants and reports each.
@@ -216,86 +200,46 @@ def prove(edge, only="", full=False):
     by_line = named_by_line(edge)
     every = sorted(set().union(*by_line.values()))
     known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
-    made = mutants((ROOT / parent).read_text(), text)
-    made = [mutant for mutant in made if only in mutant.what]
-    named = {}
-    killers = {}  # those that have killed such a mutant before
+    to_try = {}  # {mutant: tests}, those first that have killed such a mutant before
     proofs = {}
-    for mutant in made:
-        named[mutant] = by_line.get(mutant.line, every)
-        killers[mutant] = []
-        for proof, tests in known_killers(mutant, named[mutant], known):
+    for mutant in mutants((ROOT / parent).read_text(), text):
+        if only not in mutant.what:
+            continue
+        named = by_line.get(mutant.line, every)
+        to_try[mutant] = []
+        for proof, tests in known_killers(mutant, named, known):
             # With its parameters, and with the folder that it is in today
             parameters = proof.by.removeprefix(function_of(proof.by))
-            killers[mutant] += [test + parameters for test in tests]
+            to_try[mutant] += [test + parameters for test in tests]
             if proof == make_proof(edge, text, mutant, tests, proof.by):
                 proofs[mutant] = proof
-    left = [mutant for mutant in made if full or mutant not in proofs]
-    print(f"{child}: {len(made)} mutants, {len(left)} to run", flush=True)
+        to_try[mutant] += named
+    left = [mutant for mutant in to_try if full or mutant not in proofs]
+    print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
 
     bad = []
-    took_s = {}  # {test: how long it takes}, if the control has run it
-    killed = Counter()  # {test: how many of the mutants below}
-
-    def seconds_per_kill(test):
-        return took_s[test] / (1 + killed[test])
-
-    def tasks(candidates):
-        for mutant in [*left]:
-            tests = [test for test in candidates[mutant] if test in took_s]
-            if tests:
-                yield mutant, sorted(tests, key=seconds_per_kill)
-
-    for candidates in killers, named:
-        to_try = set().union(*(candidates[mutant] for mutant in left)) - {*took_s}
-        took_s |= control(child, sorted(to_try), bad)
-        if candidates is named:
-            idle = sorted(to_try - {*took_s})
-            bad += [f"{test} does not run in the control" for test in idle]
-        if bad:
-            break
-        for mutant, result, _ in run(child, tasks(candidates)):
-            killer = result["killer"]
-            if not killer and candidates is killers:
-                continue  # others may miss it
+    if left:
+        from tools.run import warm  # noqa: F401  once here, not in each worker
+    # Each worker is a process without threads, so that it may fork.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
+        tests = [to_try[mutant] for mutant in left]
+        results = pool.map(attempt, itertools.repeat(child), left, tests)
+        for mutant, result in zip(left, results, strict=True):
             report(child, mutant, result, bad)
-            left.remove(mutant)
+            killer = result["killer"]
             old = proofs.pop(mutant, None)
             new = []
             if killer:
-                function = function_of(killer)
-                killed[function] += 1
-                proofs[mutant] = make_proof(edge, text, mutant, [function], killer)
+                tests = [function_of(killer)]
+                proofs[mutant] = make_proof(edge, text, mutant, tests, killer)
                 new = [proofs[mutant]]
             record.change(add=new, drop=[old])
-    else:
-        for mutant in left:  # its explanation names no test
-            report(child, mutant, facts, bad)
-        if not only:
-            record.change(drop={*known}.difference(proofs.values()))
+    if not only:
+        record.change(drop={*known}.difference(proofs.values()))
     seconds = time.monotonic() - began
     print(*bad, f"{child}: {len(bad)} bad, {seconds:.0f} s", sep="\n", flush=True)
     return not bad
-
-
-def control(child, tests, bad):
-    """Run the tests on the script as it is: {test: seconds} of those that ran.
-
-    If one fails, this is `bad`.
-    """
-    took_s = Counter()
-    by_file = itertools.groupby(tests, key=file_of)
-    tasks = ((None, [*group]) for _, group in by_file)
-    for _, result, output in run(child, tasks):
-        for test, seconds in result["took_s"].items():
-            for name in {test, function_of(test)}.intersection(tests):
-                took_s[name] += seconds
-        if result["killer"]:
-            bad.append(f"{result['killer']} fails in the control\n{output}")
-        elif result["no_verdict"]:
-            reasons = ", ".join(result["no_verdict"])
-            bad.append(f"NO VERDICT in the control: {reasons}\n{output}")
-    return took_s
 
 
 def report(child, mutant, result, bad):

@@ -66,10 +66,8 @@ class Unit(NamedTuple):
 
     def meaning(self):
         """Its text without comments and layout, and how deep it is."""
-        readline = io.StringIO(f"{self.text.strip()}\n").readline
-        tokens = tokenize.generate_tokens(readline)
-        words = [token.string for token in tokens if token.type not in LAYOUT]
-        return " ".join(words), indent_of(self.text)
+        code = re.sub(r"#.*", "", self.text)
+        return code.split(), indent_of(self.text)
 
 
 def units_of(text):

@@ -13,7 +13,6 @@ import functools
 import gc
 import importlib.util
 import io
-import itertools
 import os
 import runpy
 import signal
@@ -179,18 +178,6 @@ def execute(script, name):
     return vars(module)
 
 
-def uses_fork_server(words, folders):
-    """Whether a script or a file of tests that `words` name has "forkserver" in it."""
-    names = []
-    for word in words:
-        names.append(f"{word.replace('.', '/')}.py")  # after -m
-        if ".py" in word:
-            names.append(word.partition("::")[0])
-    products = itertools.product(folders, names)
-    paths = {Path(folder, name) for folder, name in products}
-    return any('"forkserver"' in path.read_text() for path in paths if path.is_file())
-
-
 @functools.cache
 def share_a_fork_server():
     """One for the DataLoaders of all forks: it takes as long to import torch."""
@@ -208,8 +195,7 @@ def fork(words, cwd, environment, out, err, hooks):
     the script calls with the script's globals, before its last block. Programs are
     started by tools/run/processes.py, which also waits for their end.
     """
-    if uses_fork_server(words, [cwd, environment.get("PYTHONPATH", "")]):
-        share_a_fork_server()
+    share_a_fork_server()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

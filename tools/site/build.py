@@ -198,14 +198,10 @@ def check_explanations(pages):
             at = f"{new}:{hunk.new_start}"
             problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
-        seen = {}
         for block in page.blocks:
             if not block.hunks or (block.old, block.new) not in scripts.ALL_EDGES:
                 continue
             at = f"{page.name}:{block.line}"
-            if block.anchor in seen:
-                problems.append(f"{at}: a second diff under one heading")
-            seen[block.anchor] = block
             section = page.section(block)
             if not is_explained(section):
                 parts = "prose, or **What.** ... **Why.** ... **Without it.** ..."

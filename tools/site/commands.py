@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import itertools
 import math
 import multiprocessing
 import os
@@ -43,7 +44,6 @@ VARIES = [
     r" *\d+\.\d+ ms +\d+%",  # in columns
     r"\d+\.\d+ ?m?s\b",
     r"(?<=:)\d{4,5}\b",  # a port
-    r"0x[0-9a-f]+",
     r"(?<=line )\d+",
     r"(?m)^@@ -[\d,]+ \+[\d,]+ @@",  # a patch is found by its context, too
     r"\b\w*\d[\w-]*(?=\]:)",
@@ -75,9 +75,8 @@ def words_and_numbers(lines):
     return words, [*map(float, re.findall(number, text))]
 
 
-# Programs with nothing that is left to a shell but their order: ours run in forks.
-OURS = r"python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun"
-PART = rf"(\w+=\S+ )*({OURS}|bash|cut)( [\w./:=,-]+)*"
+# Programs with nothing that is left to a shell but their order run in forks.
+PART = r"(python (-m (variants|mingpt)\.\w+|[\w/]+\.py)|torchrun)( [\w./:=,-]+)*"
 PLAIN = rf"{PART}((;| &&) {PART})*"
 # Those that send signals or look at processes need real ones. So do those that fail
 # with 1, because a traceback of a fork shows also what has made the fork. If a fork
@@ -132,17 +131,14 @@ def run_words(command, cwd, mark):
 
     Of a pipe, the last such status counts.
     """
+    is_plain = command.is_plain()
     parts = [["bash", "-o", "pipefail", "-c", command.text]]
-    if command.is_plain():
+    if is_plain:
         parts = [part.split() for part in re.split("; | && ", command.text)]
     printed = ""
     for words in parts:
         env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
-        while "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            env[name] = value
-        real = words[0] in ("bash", "cut")
-        program = Program(words, cwd, real, merged=True, **env)
+        program = Program(words, cwd, real=not is_plain, merged=True, **env)
         try:
             status, output, _ = program.finish(TIMEOUT_S)
         except TimedOut as error:
@@ -150,7 +146,7 @@ def run_words(command, cwd, mark):
             output = str(error)
         if left_over(mark, PATIENCE_S):  # it has killed them
             status = 124
-        if not real:  # forks have their parent's environment, without a mark
+        if is_plain:  # forks have their parent's environment, without a mark
             with contextlib.suppress(ProcessLookupError):  # as it should be
                 os.killpg(program.pid, signal.SIGKILL)
                 status = 124
@@ -298,7 +294,7 @@ def run_all(pages):
     proofs = {
         command: proof_of(command, command.shown()) for command in commands_of(pages)
     }
-    still = known.intersection(proofs.values())
+    record.change(drop=known.difference(proofs.values()))
     left = [command for command in proofs if proofs[command] not in known]
     print(f"{len(proofs) - len(left)} commands print what stands there, as before")
     # Shells take longest: they are the first, so that none is left to the end alone.
@@ -309,9 +305,9 @@ def run_all(pages):
         ProcessPoolExecutor(2, mp_context=forked) as pool,
     ):
         copy_tree(Path(tree))
-        jobs = [pool.submit(timed, command, tree) for command in left]
-        for command, job in zip(left, jobs, strict=True):
-            status, output, seconds = job.result()
+        results = pool.map(timed, left, itertools.repeat(tree))
+        for command, result in zip(left, results, strict=True):
+            status, output, seconds = result
             at = f"{command.page.name}:{command.line}: {command.text}"
             print(f"{at}: exit status {status}, {seconds:.1f} s", flush=True)
             wrong = what_is_wrong(command, status, output)
@@ -323,8 +319,5 @@ def run_all(pages):
                 made = console(command.block, output)
                 if not same(shown, made):
                     shown = outputs[command.page.name, command.line] = made
-            proof = proof_of(command, shown)
-            still.add(proof)
-            record.change([proof])
-    record.change(drop=known - still)
+            record.change([proof_of(command, shown)])
     return outputs, problems
