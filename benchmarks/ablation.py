@@ -11,18 +11,15 @@ trained as long as model.py: for as many tokens, and for as much time.
 import csv
 import functools
 import statistics
-import time
+import tempfile
 import types
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from benchmarks import report
-from mingpt import data, options, train
-from mingpt.strategy import Strategy
 from tools.diffs import hunks
-from tools.scripts import read_lines
+from tools.run.processes import Program
+from tools.scripts import ROOT, read_lines
 from tools.site import pages
 
 OLD, NEW = "mingpt/model.py", "mingpt/modern.py"
@@ -35,15 +32,16 @@ CHANGES = {  # the headings of docs/modern_gpt.md that change what is computed
     "Leave the biases out": "no biases",
     "Train the matrices with Muon": "Muon",
 }
-SIZE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64}
+WIDTH = 64
+BLOCK = 64
 BATCH = 12
 STEPS = 300  # about half a pass over the text
-OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off", f"--batch-size={BATCH}"]
+OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off"]
+OPTIONS += [f"--n-embd={WIDTH}", f"--block-size={BLOCK}", f"--batch-size={BATCH}"]
 SEEDS = range(5)
 # The learning rate is chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
 RATE_SEED = 100
-ROUNDS = 100  # in which each variant makes one step, to time it
 # Student's t for 5 seeds: beyond it, a difference comes by chance 1 time in 100.
 CLEAR = 4.604
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -102,77 +100,40 @@ def tuned(variant):
     return "model.py"
 
 
-class Training(train.Trainer):
-    """mingpt's Trainer for a variant, in one process. It prints and saves nothing."""
-
-    def __init__(self, variant, corpus, seed, lr, steps):
-        words = [f"--seed={seed}", f"--lr={lr}", f"--steps={steps}"]
-        words += [f"--eval-every={steps}", *OPTIONS]
-        args = options.make_parser(__doc__).parse_args(words)
-        configuration = options.resolve(args)
-        torch.manual_seed(seed)
-        module = load(variant)
-        model = module.GPT(module.GPTConfig(vocab_size=corpus.vocab_size, **SIZE))
-        # The same batches for each variant, so that runs of one seed are pairs.
-        train_data, eval_data = train.load_batches(
-            configuration, corpus, SIZE["block_size"], replica_size=1
-        )
-        super().__init__(
-            configuration=configuration,
-            corpus=corpus,
-            model=model,
-            optimizer=module.make_optimizer(model, lr, configuration.weight_decay),
-            strategy=Strategy(),
-            train_data=train_data,
-            eval_data=eval_data,
-        )
-
-    def _load_snapshot(self):
-        pass
-
-    def _print(self, text):
-        pass
-
-
-def step_of(variant, corpus):
-    """The function that makes a step alone. It returns its seconds on the processor."""
-    training = Training(variant, corpus, seed=0, lr=1e-3, steps=2 * ROUNDS)
-    batches = iter(training.train_data)
-
-    def step():
-        batch = next(batches)
-        start = time.thread_time()
-        training._run_batch(*batch)
-        training.steps_run += 1
-        return time.thread_time() - start
-
-    return step
+def train(variant, seed, lr, steps):
+    """The loss on the whole validation text, and tokens per second, of mingpt.train."""
+    words = ["python", "-m", "mingpt.train", "--model=variant", *OPTIONS]
+    words += [f"--seed={seed}", f"--lr={lr}"]
+    words += [f"--steps={steps}", f"--eval-every={steps}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "variant.py").write_text(variants()[variant])
+        Program(words, folder, PYTHONPATH=ROOT, OMP_NUM_THREADS=1).succeed()
+        metrics = (folder / "snapshot.metrics.csv").read_text().splitlines()
+    (row,) = csv.DictReader(metrics)
+    return float(row["val loss"]), float(row["tokens/s"])
 
 
 def measure():
     """Make all runs, one after the other, and write them to RESULTS."""
-    torch.set_num_threads(1)
-    train.ddp_setup(torch.device("cpu"))
-    corpus = data.prepare()
     runs = []
+    speeds = {}  # {variant: the median of its runs at equal tokens}
 
     def add(kind, variant, *how):
-        training = Training(variant, corpus, *how)
-        training._run_steps()
-        runs.append(Run(kind, variant, *how, training._evaluate()["val loss"]))
+        loss, tokens_per_s = train(variant, *how)
+        runs.append(Run(kind, variant, *how, loss))
         print(runs[-1], flush=True)
+        return tokens_per_s
 
     for variant in dict.fromkeys(map(tuned, variants())):
         for lr in RATES:
             add("rate", variant, RATE_SEED, lr, STEPS)
-    steps = {variant: step_of(variant, corpus) for variant in variants()}
-    turns = report.take_turns(steps, ROUNDS, warm_up=5)
-    seconds = {variant: statistics.median(turns[variant]) for variant in turns}
     for variant in variants():
         lr = best_rate(runs, variant)
-        as_long = round(STEPS * seconds["model.py"] / seconds[variant])
+        found = [add("tokens", variant, seed, lr, STEPS) for seed in SEEDS]
+        speeds[variant] = statistics.median(found)
+        as_long = round(STEPS * speeds[variant] / speeds["model.py"])
         for seed in SEEDS:
-            add("tokens", variant, seed, lr, STEPS)
             add("time", variant, seed, lr, as_long)
     with RESULTS.open("w") as file:
         file.writelines(f"# {line}\n" for line in report.setting("torch"))
@@ -214,8 +175,7 @@ def print_table(setting, runs):
     print("command   python -m benchmarks.ablation", *setting, sep="\n")
     print(
         f"""\
-plan      {SIZE["n_layer"]} layers, {SIZE["n_head"]} heads, {SIZE["n_embd"]} wide,\
- {SIZE["block_size"]} tokens, batch {BATCH},
+plan      4 layers, 4 heads, {WIDTH} wide, {BLOCK} tokens, batch {BATCH},
           characters of python-docs, float32, one thread
 loss      on the whole validation text, in nats for a character:
           mean of {len(SEEDS)} seeds (standard deviation)
@@ -227,7 +187,7 @@ lr        the best of {", ".join(map(str, RATES))} for another seed:
           {best_rate(runs, "one out: Muon")} AdamW,\
  {best_rate(runs, "modern.py")} Muon in modern.py"""
     )
-    print(f"\nat equal tokens: {STEPS} steps of {BATCH * SIZE['block_size']} tokens")
+    print(f"\nat equal tokens: {STEPS} steps of {BATCH * BLOCK} tokens")
     print_half(runs, "tokens")
     print(f"\nat equal time: the steps that fit into the time of {STEPS}")
     print_half(runs, "time")

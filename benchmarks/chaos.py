@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.chaos_job import began
+from benchmarks.chaos_job import SAVE_S, STEP_S, began
 from benchmarks.report import make_parser
 from tools.cli import error
 from tools.run.hosts import Hosts, why_not
@@ -49,8 +49,6 @@ MOMENTS = ("training", "saving", "training", "starting")
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IMPATIENT = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 SAVE_EVERY = 2  # epochs
-STEP_S = 0.02
-SAVE_S = 0.8
 RESTART_S = 1  # from the end of an agent until it is started again
 LIMIT_S = 180  # no step for so long is a hang
 
@@ -80,15 +78,14 @@ class Kill(NamedTuple):
 class Job:
     """A training on all `hosts`, and its supervisor, which starts again what ended."""
 
-    def __init__(self, hosts, command, snapshot, step_s, save_s):
+    def __init__(self, hosts, command, snapshot):
         self.hosts = hosts
         self.snapshot = hosts.folder / snapshot
         log = self.snapshot.with_suffix(".steps")
         log.touch()
         self.log = open(log)  # noqa: SIM115
         self.command = [*command, "--snapshot-path", self.snapshot]
-        self.env = {"STEPS": log, "STEP_S": step_s, "SAVE_S": save_s}
-        self.env |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        self.env = {"STEPS": log, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
         self.notes = []
         self.kills = []
         self.restart_at = {}  # {host: when its agent is started again}
@@ -269,7 +266,7 @@ def train(hosts, kills, seed, workers):
     command += ["-m", "benchmarks.chaos_job", epochs, SAVE_EVERY]
 
     # The right weights, how many steps there are, and how long a start takes.
-    alone = Job(hosts, command, "undisturbed.pt", step_s=0, save_s=0)
+    alone = Job(hosts, command, "undisturbed.pt")
     for agent in alone.agents.values():
         done = agent.finish()
         assert done.returncode == 0, done.stdout
@@ -278,7 +275,7 @@ def train(hosts, kills, seed, workers):
     start_s = alone.steps()[0].when - alone.began
     print(f"{len(hosts)} hosts, {steps} steps in {epochs} epochs")
 
-    job = Job(hosts, command, "snapshot.pt", STEP_S, SAVE_S)
+    job = Job(hosts, command, "snapshot.pt")
     kinds = KINDS[:1] if workers else KINDS
     disturb(job, kills, seed, kinds, steps // epochs, start_s)
     assert {note.step for note in job.steps()} == {*range(steps)}, "steps are left out"

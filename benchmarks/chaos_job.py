@@ -2,11 +2,9 @@
 
     torchrun ... -m benchmarks.chaos_job 50 10
 
-STEPS   the file that rank 0 appends to: a line [BEGAN, NOW, STEP, RESTARTS] after each
-        step; with -1 for STEP when its process has imported all, with -2 and -3 before
-        and after it saves; each has 64 bytes
-STEP_S  seconds that each step takes longer
-SAVE_S  seconds between the two halves of a snapshot, so that a kill can hit the save
+STEPS is the file that rank 0 appends to: a line [BEGAN, NOW, STEP, RESTARTS] after each
+step; with -1 for STEP when its process has imported all, with -2 and -3 before and
+after it saves. Each line has 64 bytes.
 """
 
 import functools
@@ -22,6 +20,8 @@ import torch
 import multinode
 import utils
 
+STEP_S = 0.02  # that each step takes longer
+SAVE_S = 0.8  # between the halves of a snapshot, so that a kill can hit the save
 save = torch.save
 
 
@@ -53,7 +53,7 @@ class Trainer(multinode.Trainer):
         return super()._run_epoch(epoch)
 
     def _run_batch(self, source, targets):
-        time.sleep(float(os.environ["STEP_S"]))
+        time.sleep(STEP_S)
         loss = super()._run_batch(source, targets)
         note(self.step)
         self.step += 1
@@ -68,7 +68,7 @@ def save_slowly(snapshot, file):
     note(-2)
     file.write(data[:half])
     file.flush()
-    time.sleep(float(os.environ["SAVE_S"]))
+    time.sleep(SAVE_S)
     file.write(data[half:])
     note(-3)
 

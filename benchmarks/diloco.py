@@ -27,7 +27,7 @@ from benchmarks.measured_epoch import sent_by_cards
 from mingpt import options, train
 from tools.cli import error
 from tools.run.hosts import Hosts
-from tools.run.processes import Program, temporary_folder
+from tools.run.processes import temporary_folder
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
 
@@ -100,24 +100,12 @@ def worker():
     train.main(options.resolve(args))
 
 
-def run(hosts, *words, ranks=1):
-    """[Found] of rank 0, at each evaluation.
-
-    hosts: with so many ranks each; an empty list is this machine.
-    """
-    command = ["torchrun", f"--nproc-per-node={ranks}"]
-    if hosts:
-        command += [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
-        command += ["--rdzv-endpoint=node0"]
-    else:
-        command += ["--standalone"]
-    command += ["-m", "benchmarks.diloco", "--compile=off", *words]
-    if hosts:
-        env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "eth0"}
-        jobs = [host.start(command, **env) for host in hosts]
-    else:
-        here = temporary_folder()
-        jobs = [Program(command, here, real=True, merged=True, PYTHONPATH=ROOT)]
+def run(hosts, *words):
+    """[Found] of rank 0, at each evaluation."""
+    command = ["torchrun", f"--nnodes={len(hosts)}", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=node0", "-m", "benchmarks.diloco", "--compile=off"]
+    env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "eth0"}
+    jobs = [host.start([*command, *words], **env) for host in hosts]
     status = [job.finish().returncode for job in jobs]
     if any(status):
         sys.exit(f"{jobs[0].output}\nerror: mingpt failed: see above")

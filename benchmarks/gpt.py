@@ -1,7 +1,7 @@
 """How fast mingpt trains a GPT, beside a plain loop and transformers.
 
-    python -m benchmarks.gpt                    (b) on a CPU
-    python -m benchmarks.gpt --device cuda      (c), GPT-2 124M, on a GPU
+    python -m benchmarks.gpt                    a small GPT on a CPU
+    python -m benchmarks.gpt --device cuda      GPT-2 124M on a GPU
 
 All versions train the same model from the same weights on the same batches, with the
 same learning rates, each in a process of its own. If their losses differ, there is no
@@ -14,6 +14,7 @@ https://arxiv.org/abs/2204.02311, appendix B).
 """
 
 import contextlib
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -27,14 +28,8 @@ import torch
 import utils
 from benchmarks import report
 from mingpt import data, loading, options, train
-from mingpt.model import attention
+from mingpt.model import attention, make_optimizer
 
-# {configuration: (preset, batch size on a CPU, on a GPU, size of the vocabulary)}
-CONFIGURATIONS = {
-    "a": ("nano", 12, 12, None),  # None: the characters of the text
-    "b": ("mini", 8, 64, None),
-    "c": ("gpt2", 1, 32, 50304),
-}
 # What the mean loss of a turn may differ by from that of the first version.
 TOLERANCE = {"fp32": 0.005, "bf16": 0.05}
 # {in the name of a GPU: bfloat16 FLOP/s}: NVIDIA's and AMD's data sheets, not sparse.
@@ -144,20 +139,11 @@ class PlainLoop(InTurns):
         if self.hugging_face:
             model = as_transformers(model)
         self.model = model.to(self.device)
-        weights = list(self.model.parameters())
-        matrices = [weight for weight in weights if weight.dim() >= 2]
-        others = [weight for weight in weights if weight.dim() < 2]
-        groups = [
-            {
-                "params": matrices,
-                "weight_decay": optimizer.param_groups[0]["weight_decay"],
-            },
-            {"params": others, "weight_decay": 0.0},
-        ]
-        fused = self.hugging_face or None  # None: as it is by default
-        self.optimizer = torch.optim.AdamW(
-            groups, self.lr, betas=(0.9, 0.95), fused=fused
-        )
+        decay = configuration.weight_decay
+        self.optimizer = make_optimizer(self.model, self.lr, decay)
+        if not self.hugging_face:
+            for group in self.optimizer.param_groups:
+                group["fused"] = None  # as it is by default
         if self.version.compiled:
             self.model.compile()
 
@@ -253,12 +239,12 @@ def race(versions, args):
 def main(args):
     args.device = utils.device_type(args.device, distributed=False)
     on_cpu = args.device == "cpu"
-    configuration = args.configuration or ("b" if on_cpu else "c")
-    args.preset, small, large, args.vocab_size = CONFIGURATIONS[configuration]
-    args.batch_size = small if on_cpu else large
+    args.preset = "mini" if on_cpu else "gpt2"
+    args.batch_size = 8 if on_cpu else 32
+    args.vocab_size = None if on_cpu else 50304  # None: the characters of the text
     device = "cpu" if on_cpu else torch.get_device_module().get_device_name()
     others = []
-    if report.is_installed("transformers", "safetensors"):
+    if all(map(importlib.util.find_spec, ["transformers", "safetensors"])):
         others = ["transformers"]
     report.print_setting(
         f"{args.rounds} rounds of {args.steps} steps after 1 to warm up: {device},"
@@ -290,9 +276,4 @@ if __name__ == "__main__":
         steps=(10, "in a turn"),
     )
     parser.add_argument("--device", default="auto", help="as for mingpt.train (auto)")
-    parser.add_argument(
-        "--configuration",
-        choices=CONFIGURATIONS,
-        help="the size of the model (default: b on a CPU, c on a GPU)",
-    )
     main(parser.parse_args())

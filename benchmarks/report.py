@@ -2,7 +2,6 @@
 
 import gc
 import importlib.metadata
-import importlib.util
 import math
 import os
 import platform
@@ -28,10 +27,6 @@ def make_parser(doc, **counts):
             help=f"{text} ({default})",
         )
     return parser
-
-
-def is_installed(*packages):
-    return all(map(importlib.util.find_spec, packages))
 
 
 def setting(*packages):

@@ -22,17 +22,15 @@ from pathlib import Path
 import torch
 
 import utils
-from benchmarks import diloco, report, variants
+from benchmarks import report, variants
 from cluster.predict import Cluster, Job, predict
-from tools.cli import error
 from tools.run import launch
 from tools.run.hosts import Hosts
 from tools.run.launch import DISTRIBUTED
 from tools.run.processes import end_all, temporary_folder
 
-GPT = "mingpt"
 ACCUMULATION = "variants/gradient_accumulation.py"
-SCRIPTS = "multigpu.py", "multinode.py", ACCUMULATION, "variants/fsdp.py", GPT
+SCRIPTS = "multigpu.py", "multinode.py", ACCUMULATION, "variants/fsdp.py"
 PIECES = {ACCUMULATION: 4}  # micro-batches in a step, as its docstring types them
 RATES = 1000, 300, 100  # Mbit/s
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, not counting the headers of IP and TCP
@@ -48,40 +46,18 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
     rate: of the hosts' links, with a rank on each.
     """
     device = utils.device_type("auto", distributed=True)
-    if name == GPT:
-        batch = args.windows // parts
-        found = measure_gpt(args.steps, batch, device, ranks)
-    else:
-        its_hosts = hosts if rate else []
-        for host in its_hosts:
-            host.slow(f"{rate}mbit")
-        edge = variants.Edge(name, folder / "edge", its_hosts, device, ranks)
-        batch = args.batch_size // parts
-        options = launch.options_of(name, ranks)
-        size = launch.batch_size(name, batch * ranks, ranks)
-        env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-        found = edge.run(name, batch * ranks * args.steps, size, *options, **env)
-        found["sent"] = found["sent_bytes"]
-    for key in ("seconds", "computes", "sent"):
+    its_hosts = hosts if rate else []
+    for host in its_hosts:
+        host.slow(f"{rate}mbit")
+    edge = variants.Edge(name, folder / "edge", its_hosts, device, ranks)
+    batch = args.batch_size // parts
+    options = launch.options_of(name, ranks)
+    size = launch.batch_size(name, batch * ranks, ranks)
+    env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
+    found = edge.run(name, batch * ranks * args.steps, size, *options, **env)
+    for key in ("seconds", "computes", "sent_bytes"):
         found[key] /= args.steps
     return found | {"speed": batch / found["seconds"]}
-
-
-def measure_gpt(steps, batch, device, ranks):
-    """What `steps` of mingpt take, after as many to warm up, by name."""
-    first, both = diloco.run(
-        [],
-        f"--batch-size={batch}",
-        f"--steps={2 * steps}",
-        f"--eval-every={steps}",
-        f"--device={device}",
-        ranks=ranks,
-    )
-    return {
-        "seconds": both.seconds - first.seconds,
-        "computes": both.computes - first.computes,
-        "sent": (both.sent - first.sent) / ranks,  # all of them use one card
-    }
 
 
 def median_of(turns):
@@ -131,10 +107,6 @@ def take_turns(name, job, rows, columns, rounds):
 def main(args):
     device = utils.device_type("auto", distributed=True)
     why = variants.why_no_networks(device)
-    known = [*DISTRIBUTED, GPT]
-    for name in args.scripts:
-        if name not in known:
-            error(f"{name} is none of {', '.join(known)}")
     most = 4 if device == "cpu" else torch.accelerator.device_count()
     counts = [2**power for power in range(1, most.bit_length())]
     rows = {"1 rank": {}}  # {row: options of `measure`}
@@ -150,16 +122,16 @@ def main(args):
     columns = {
         "samples/s of a rank": (",.1f", lambda found: found["speed"]),
         "computes": (".0%", lambda found: found["computes"] / found["seconds"]),
-        "MB sent in a step": (",.2f", lambda found: found["sent"] / 1e6),
+        "MB sent in a step": (",.2f", lambda found: found["sent_bytes"] / 1e6),
     }
     errors = []
     folder = Path(temporary_folder())
     atexit.register(end_all)  # before the folder goes
     hosts = [] if why else Hosts(2, folder)
-    for name in args.scripts:
+    for name in args.scripts or SCRIPTS:
         job = functools.partial(measure, name, args, folder, hosts)
         turns = take_turns(name, job, rows, columns, args.rounds)
-        if why or name == GPT:
+        if why:
             continue
         turns = take_turns(name, job, links, columns, args.rounds)
         if launch.shares_a_batch(name):
@@ -182,7 +154,6 @@ if __name__ == "__main__":
         rounds=(3, "turns of each row"),
         steps=(8, "steps in an epoch"),
         batch_size=(1024, "samples that one process takes in a step"),
-        windows=(12, "windows of text that mingpt takes instead"),
     )
-    parser.add_argument("scripts", nargs="*", default=[*SCRIPTS], metavar="SCRIPT")
+    parser.add_argument("scripts", nargs="*", choices=DISTRIBUTED, metavar="SCRIPT")
     main(parser.parse_args())
