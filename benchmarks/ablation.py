@@ -103,13 +103,13 @@ def tuned(variant):
 def train(variant, seed, lr, steps):
     """The loss on the whole validation text, and tokens per second, of mingpt.train."""
     words = ["python", "-m", "mingpt.train", "--model=variant", *OPTIONS]
-    words += [f"--seed={seed}", f"--lr={lr}"]
+    words += [f"--seed={seed}", f"--lr={lr}", "--snapshot-path=run.pt"]
     words += [f"--steps={steps}", f"--eval-every={steps}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "variant.py").write_text(variants()[variant])
         Program(words, folder, PYTHONPATH=ROOT, OMP_NUM_THREADS=1).succeed()
-        metrics = (folder / "snapshot.metrics.csv").read_text().splitlines()
+        metrics = (folder / "run.metrics.csv").read_text().splitlines()
     (row,) = csv.DictReader(metrics)
     return float(row["val loss"]), float(row["tokens/s"])
 
