@@ -30,12 +30,10 @@ HOOKS = ROOT / "tests" / "hooks"
 def task_of(name):
     """The script from which `name` has its data, model, loss and optimizer."""
     parent = SCRIPTS[name]
-    functions = "load_train_objs", "make_optimizer"
-    task = [definition(name, function) for function in functions]
-    its_task = (
-        [definition(parent, function) for function in functions] if parent else []
-    )
-    return task_of(parent) if task == its_task else name
+    for function in ("load_train_objs", "make_optimizer"):
+        if not parent or definition(name, function) != definition(parent, function):
+            return name
+    return task_of(parent)
 
 
 OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]

@@ -62,9 +62,7 @@ def same_bits(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return list(one) == list(other) and same_bits(
-            [*one.values()], [*other.values()]
-        )
+        return same_bits([*one.items()], [*other.items()])
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return one == other
