@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,14 +247,13 @@ def commands_of(pages):
     return found
 
 
-def timed(command, tree):
-    """What `run` returns, and the seconds that it took. What hangs is run once more."""
-    start = time.monotonic()
-    result = run(command, tree)
-    if "no end within" in result[1]:
-        print(f"{command.text}\n{result[1]}", file=sys.stderr)
-        result = run(command, tree)
-    return *result, time.monotonic() - start
+def run_patiently(command, tree):
+    """What `run` returns. What hangs is run once more."""
+    status, output = run(command, tree)
+    if "no end within" in output:
+        print(f"{command.text}\n{output}", file=sys.stderr)
+        return run(command, tree)
+    return status, output
 
 
 RUNS_THEM = r"tools/(run/(processes|warm)|site/(commands|pages)|files|scripts)\.py"
@@ -305,11 +303,10 @@ def run_all(pages):
         ProcessPoolExecutor(2, mp_context=forked) as pool,
     ):
         copy_tree(Path(tree))
-        results = pool.map(timed, left, itertools.repeat(tree))
-        for command, result in zip(left, results, strict=True):
-            status, output, seconds = result
+        results = pool.map(run_patiently, left, itertools.repeat(tree))
+        for command, (status, output) in zip(left, results, strict=True):
             at = f"{command.page.name}:{command.line}: {command.text}"
-            print(f"{at}: exit status {status}, {seconds:.1f} s", flush=True)
+            print(f"{at}: exit status {status}", flush=True)
             wrong = what_is_wrong(command, status, output)
             if wrong:
                 problems.append(f"{at}: {wrong}\n{output}".rstrip())
