@@ -28,8 +28,7 @@ def test_a_page_has_each_command_of_a_docstring():
     """tools.site.build then runs it, unless the page says why not."""
     listed = []
     for page in map(parse, PAGES):
-        listed += [text for _, text, _ in page.commands]
-        listed += [block.text for block in page.blocks]
+        listed += [block.text for block in [*page.commands, *page.blocks]]
     # Without quotes and comments: so are a docstring's words.
     listed = [re.sub("[\"']|#.*", "", text).split() for text in listed]
     mingpt = [f"mingpt/{path.name}" for path in ROOT.glob("mingpt/*.py")]

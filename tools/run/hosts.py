@@ -20,8 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 from tools.cli import Parser, error
@@ -204,32 +202,32 @@ def start_first(unshare):
     return first
 
 
+# Run a command, with the host's name, $0, before each line of what it prints.
+LABELLED = """set -o pipefail; "$@" 2>&1 | sed -u "s/^/$0: /" """
+
+
 def main(count, command, kill):
     """Run `command` on `count` hosts; return the exit status.
 
     kill: None, or a text: the last host is killed once a line has it.
     """
-    with Hosts(count, ".") as hosts:
+    printed, output = os.pipe()
+    with Hosts(count, ".") as hosts, open(printed) as lines:
         standing = [*hosts]
-        programs = {host: host.start(command) for host in hosts}
-        shown = Counter()  # {host: how many characters of its output are printed}
-        running = True
-        while running:
-            running = any(program.poll() is None for program in programs.values())
-            for host, program in programs.items():
-                new = program.output[shown[host] :]
-                if running:  # its last line may not be whole
-                    new = new[: new.rfind("\n") + 1]
-                shown[host] += len(new)
-                for line in new.splitlines():
-                    print(f"{host}: {line}", flush=True)
-                    if kill and kill in line:
-                        kill = None
-                        last = standing.pop()
-                        print(f"-- kill {last}", flush=True)
-                        last.kill()
-            time.sleep(0.05)
-        return any(programs[host].poll() for host in standing)
+        programs = {}
+        for host in hosts:
+            words = host.inside(["bash", "-c", LABELLED, host.name, *command])
+            env = clean_env(PATH=PATH)
+            programs[host] = subprocess.Popen(words, stdout=output, env=env)
+        os.close(output)  # `lines` end with the last program
+        for line in lines:
+            print(line, end="", flush=True)
+            if kill and kill in line:
+                kill = None
+                last = standing.pop()
+                print(f"-- kill {last}", flush=True)
+                last.kill()
+        return any(programs[host].wait() for host in standing)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def code(block):
 
 
 def link(block, text, target):
-    path = os.path.relpath(target, Path(block.page).parent)
+    path = os.path.relpath(target, Path(block.page.name).parent)
     return f"[{text}]({path})"
 
 
@@ -234,7 +234,7 @@ def check_partners(pages):
         rights = right_outputs(page)
         for block in page.blocks:
             is_silent = block.faults and not block.status
-            has_partner = block.line in rights or block in rights.values()
+            has_partner = block in rights or block in rights.values()
             if is_silent and block.anchor in page.explaining() and not has_partner:
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
@@ -245,12 +245,12 @@ def check_partners(pages):
 
 
 def fill(page, outputs, explained):
-    """The page's lines with all blocks filled in; outputs {(page, line): a fence}."""
+    """The page's lines with all blocks filled in; outputs: {block: its lines}."""
     lines = list(page.lines)
     for block in reversed(page.blocks):
-        between = lines[block.line : block.end]
+        between = block.lines
         if block.kind == "run":
-            made = outputs.get((page.name, block.line), between)
+            made = outputs.get(block, between)
             *above, command = above_output(block)
             if made is between and command in between:  # it was not run
                 made = [*above, *between[between.index(command) :]]

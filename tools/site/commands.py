@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tools.files import copy_tree, edit, file_names
@@ -21,7 +20,6 @@ from tools.prove.inputs import PLACE, all_named, digest, named_in, read
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, docstring
-from tools.site.pages import Block, Page
 
 CUT = "[...]"  # stands for what is not shown: lines, and HIDDEN in a line
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
@@ -84,33 +82,17 @@ PLAIN = rf"{PART}((;| &&) {PART})*"
 REAL = r"\b(kill\b|getppid\b|assert\b|exit\()"
 
 
-@dataclass(eq=False)
-class Command:
-    """A command of a page; `block` is its marker if it has one."""
-
-    page: Page
-    line: int
-    text: str
-    block: Block | None = None
-
-    def shown(self):
-        """The lines between the markers, or none."""
-        return self.page.lines[self.block.line : self.block.end] if self.block else []
-
-    def is_plain(self):
-        texts = [self.text]
-        if self.block:
-            if self.block.status == 1:
-                return False
-            texts += [new for _, new in self.block.faults]
-        files = self.page.files
-        texts += [files[name] for name in files if name in self.text]
-        is_real = re.search(REAL, "\n".join(texts))
-        return bool(not is_real and re.fullmatch(PLAIN, self.text))
+def is_plain(command):
+    """Whether a Block's command runs in forks."""
+    texts = [command.text, *(new for _, new in command.faults)]
+    files = command.page.files
+    texts += [files[name] for name in files if name in command.text]
+    is_real = command.status == 1 or re.search(REAL, "\n".join(texts))
+    return bool(not is_real and re.fullmatch(PLAIN, command.text))
 
 
 def run(command, tree):
-    """(exit status, output) of a Command in a fresh copy of the folder `tree`.
+    """(exit status, output) of a Block's command in a fresh copy of the folder `tree`.
 
     Status 124: it did not end, or left processes behind; they are ended.
     """
@@ -119,8 +101,8 @@ def run(command, tree):
         shutil.copytree(tree, copy)
         for name, text in command.page.files.items():
             (copy / name).write_text(text)
-        if command.block and command.block.faults:
-            edit(copy / command.block.script, *command.block.faults)
+        if command.faults:
+            edit(copy / command.script, *command.faults)
         status, output = run_words(command, copy, mark=folder)
         return status, output.replace(str(copy), "~")
 
@@ -130,14 +112,14 @@ def run_words(command, cwd, mark):
 
     Of a pipe, the last such status counts.
     """
-    is_plain = command.is_plain()
+    in_forks = is_plain(command)
     parts = [["bash", "-o", "pipefail", "-c", command.text]]
-    if is_plain:
+    if in_forks:
         parts = [part.split() for part in re.split("; | && ", command.text)]
     printed = ""
     for words in parts:
         env = {"CUDA_VISIBLE_DEVICES": "", "MARK": mark}
-        program = Program(words, cwd, real=not is_plain, merged=True, **env)
+        program = Program(words, cwd, real=not in_forks, merged=True, **env)
         try:
             status, output, _ = program.finish(TIMEOUT_S)
         except TimedOut as error:
@@ -145,7 +127,7 @@ def run_words(command, cwd, mark):
             output = str(error)
         if left_over(mark, PATIENCE_S):  # it has killed them
             status = 124
-        if is_plain:  # forks have their parent's environment, without a mark
+        if in_forks:  # they have their parent's environment, without a mark
             with contextlib.suppress(ProcessLookupError):  # as it should be
                 os.killpg(program.pid, signal.SIGKILL)
                 status = 124
@@ -216,21 +198,18 @@ def cut(lines, patterns):
 
 def what_is_wrong(command, status, output):
     """Why this is no output to show, or "" if it is."""
-    block = command.block
-    expected = [block.status] if block else [0]
-    if not block and re.match(COMPARE, command.text):
-        expected = [0, 1]
-    if status not in expected:
+    compares = command.kind == "sh" and re.match(COMPARE, command.text)
+    if status != command.status and not (compares and status == 1):
         return f"exit status {status}"
-    if block:
-        shown = cut(output.splitlines(), block.show or [r"\S"])
+    if command.kind == "run":
+        shown = cut(output.splitlines(), command.show or [r"\S"])
         if set(shown) <= {CUT}:
             return "prints no line that is to be shown"
     return ""
 
 
 def commands_of(pages):
-    """Every Command of the pages but those in docstrings of scripts.
+    """Every Block with a command to run, but for those in docstrings of scripts.
 
     tests/trunk/test_training.py::test_learns runs those, or a script's own tests do.
     """
@@ -238,12 +217,9 @@ def commands_of(pages):
     tested = "\n".join(map(docstring, scripts)).splitlines()
     found = []
     for page in pages:
-        for block in page.blocks:
-            if block.kind == "run":
-                found.append(Command(page, block.line, block.text, block))
-        for line, text, why_not_run in page.commands:
-            if not why_not_run and text not in tested:
-                found.append(Command(page, line, text))
+        found += [block for block in page.blocks if block.kind == "run"]
+        fenced = [block for block in page.commands if block.kind == "sh"]
+        found += [block for block in fenced if block.text not in tested]
     return found
 
 
@@ -261,9 +237,7 @@ RUNS_THEM = r"tools/(run/(processes|warm)|site/(commands|pages)|files|scripts)\.
 
 def proof_of(command, shown):
     """The proof that a command prints these lines, with all that this depends on."""
-    code = [command.text]
-    if command.block:
-        code += [new for _, new in command.block.faults]
+    code = [command.text, *(new for _, new in command.faults)]
     texts = [command.page.lines[command.line - 1], command.text, *shown]
     for name, text in command.page.files.items():
         texts += [name, text]
@@ -274,7 +248,7 @@ def proof_of(command, shown):
 
 
 def run_all(pages):
-    """Run the commands that are not proven: ({(page, line): fence}, [what went wrong]).
+    """Run the commands that are not proven: ({block: its lines}, [what went wrong]).
 
     Two at a time.
     """
@@ -290,13 +264,13 @@ def run_all(pages):
     here = [proof for proof in record.read() if proof.by == PLACE]
     known = {proof for proof in here if proof.kind in names}
     proofs = {
-        command: proof_of(command, command.shown()) for command in commands_of(pages)
+        command: proof_of(command, command.lines) for command in commands_of(pages)
     }
     record.change(drop=known.difference(proofs.values()))
     left = [command for command in proofs if proofs[command] not in known]
     print(f"{len(proofs) - len(left)} commands print what stands there, as before")
     # Shells take longest: they are the first, so that none is left to the end alone.
-    left.sort(key=Command.is_plain)
+    left.sort(key=is_plain)
     with (
         tempfile.TemporaryDirectory() as tree,
         # Each worker is a process without threads, so that it may fork.
@@ -311,10 +285,10 @@ def run_all(pages):
             if wrong:
                 problems.append(f"{at}: {wrong}\n{output}".rstrip())
                 continue
-            shown = command.shown()
-            if command.block:
-                made = console(command.block, output)
+            shown = command.lines
+            if command.kind == "run":
+                made = console(command, output)
                 if not same(shown, made):
-                    shown = outputs[command.page.name, command.line] = made
+                    shown = outputs[command] = made
             record.change([proof_of(command, shown)])
     return outputs, problems

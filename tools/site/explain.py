@@ -19,7 +19,7 @@ from tools.diffs import hunks
 from tools.scripts import ROOT
 from tools.site.commands import CUT, VARIES, same
 from tools.site.pages import parse, right_outputs
-from tools.site.side_by_side import in_head, marks_of, token_lines, tokens_html
+from tools.site.side_by_side import in_head, marks_of, texts_of, words_html, words_of
 
 TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
@@ -27,12 +27,12 @@ TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 def shown(app, docname, page, block):
     """What stands between a block's markers on the site: its diff, or a switch."""
     rights = right_outputs(page)
-    right_block = rights.get(block.line)
+    right_block = rights.get(block)
     explains = block.anchor in page.explaining()
     # A block that is the right output of another switch stays as it is.
     if explains and right_block and block not in rights.values():
-        right = page.output_of(right_block)
-        wrong = page.output_of(block)
+        right = right_block.console
+        wrong = block.console
         context = {
             "id": f"flip-{docname}-{block.line}",
             "rows": losses(right, wrong),
@@ -41,7 +41,7 @@ def shown(app, docname, page, block):
             "outputs": [marked(right, wrong), marked(wrong, right)],
         }
         return raw(app.builder.templates.render("flip.html", context))
-    lines = page.lines[block.line : block.end]
+    lines = block.lines
     if "```diff" in lines:
         start = lines.index("```diff")
         end = lines.index("```", start)
@@ -61,34 +61,34 @@ def raw(html):
 
 
 @functools.cache
-def tokens_by_text(name):
-    """{a line of a file: its tokens}"""
+def words_by_text(name):
+    """{a line of a file: its words}"""
     found = {}
-    for tokens in token_lines(name):
-        line = "".join(text for _, text in tokens)
-        found[line.rstrip("\n")] = tokens
+    for words in words_of(name):
+        line = "".join(texts_of(words))
+        found[line.rstrip("\n")] = words
     return found
 
 
 def diff_html(old, new, lines):
     """A diff with the colours of its language, and its changed words marked."""
-    runs = [(sign, [*run]) for sign, run in groupby(lines, lambda line: line[:1])]
-    html = ""
-    marks = {}  # {sign: {index of a line in its run: the places of changed words}}
-    for (sign, run), (next_sign, next_run) in pairwise([*runs, ("", [])]):
+    runs = []
+    for sign, run in groupby(lines, lambda line: line[:1]):
+        known = words_by_text(old if sign == "-" else new)
         codes = [line[1:] for line in run]
+        runs.append((sign, [known.get(code, [("", f"{code}\n")]) for code in codes]))
+    html = ""
+    marks = {}  # {sign: {index of a line in its run: its changed words}}
+    for (sign, run), (next_sign, next_run) in pairwise([*runs, ("", [])]):
         if sign == "-" and next_sign == "+":
-            next_codes = [line[1:] for line in next_run]
-            _, (old_marks, new_marks) = marks_of(codes, next_codes)
+            _, (old_marks, new_marks) = marks_of(run, next_run)
             marks = {"-": old_marks, "+": new_marks}
         elif sign != "+":
             marks = {}
-        tokens_of = tokens_by_text(old if sign == "-" else new)
         tag = TAGS.get(sign, "span")
-        for index, code in enumerate(codes):
-            tokens = tokens_of.get(code, [("", f"{code}\n")])
-            places = marks.get(sign, {}).get(index, ())
-            html += f"<{tag}>{sign}{tokens_html(tokens, places)}</{tag}>"
+        for index, words in enumerate(run):
+            marked = marks.get(sign, {}).get(index, ())
+            html += f"<{tag}>{sign}{words_html(words, marked)}</{tag}>"
     return f'<div class="highlight-diff highlight"><pre>{html}</pre></div>'
 
 

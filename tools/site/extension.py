@@ -17,7 +17,7 @@ from tools.site import pages
 from tools.site.build import chapters
 from tools.site.explain import shown, sized, whys
 from tools.site.home import home
-from tools.site.side_by_side import explain, page_of, parts, plain_lines, slug
+from tools.site.side_by_side import explain, page_of, parts, slug, whole
 
 
 def read_all(app, env, docnames):
@@ -126,8 +126,8 @@ def make_pages(app):
         }
         yield page_of(old, new), context, "side_by_side.html"
     for name in files:
-        lines = "".join(plain_lines(name))
-        yield f"source/{name}", {"title": name, "lines": lines}, "source.html"
+        context = {"title": name, "lines": whole(name)}
+        yield f"source/{name}", context, "source.html"
 
 
 EXTRAS = {  # {a page, or the folder of several: its own style and script}

@@ -46,10 +46,36 @@ TYPED = r"[-+@]|[$] |epoch \d"
 
 
 @dataclass
-class Block:
-    """A marker at `line` (from 1), and the index of the end marker's line."""
+class Page:
+    name: str
+    lines: list
+    blocks: list = field(default_factory=list)
+    headings: list = field(default_factory=list)  # (line, text, anchor)
+    files: dict = field(default_factory=dict)  # for the commands of this page
+    commands: list = field(default_factory=list)  # Blocks, of the fences
 
-    page: str
+    def section(self, block):
+        """The text from the block's heading to the next, without what is generated."""
+        starts = [line for line, _, _ in self.headings]
+        first = max(line for line in starts if line <= block.line)
+        below = [line for line in starts if line > block.line]
+        end = min(below, default=len(self.lines) + 1)
+        text = "\n".join(self.lines[first - 1 : end - 1])
+        return re.sub(r"(?ms)^```.*?^```", "", text)
+
+    def explaining(self):
+        """The anchors of the headings that explain a change."""
+        return {block.anchor for block in self.blocks if block.hunks}
+
+
+@dataclass(eq=False)
+class Block:
+    """A marker at `line` (from 1), and the index of the end marker's line.
+
+    Or a command of a fence at `line`: its kind is "sh" or "not run here".
+    """
+
+    page: Page
     line: int
     kind: str
     text: str
@@ -66,36 +92,18 @@ class Block:
     script: str = ""
 
     def wrong(self, message):
-        return InputError(f"{self.page}:{self.line}: {message}")
+        return InputError(f"{self.page.name}:{self.line}: {message}")
 
+    @property
+    def lines(self):
+        """Those between the markers."""
+        return self.page.lines[self.line : self.end]
 
-@dataclass
-class Page:
-    name: str
-    lines: list
-    blocks: list = field(default_factory=list)
-    headings: list = field(default_factory=list)  # (line, text, anchor)
-    files: dict = field(default_factory=dict)  # for the commands of this page
-    commands: list = field(default_factory=list)  # (line, command, why not run or "")
-
-    def section(self, block):
-        """The text from the block's heading to the next, without what is generated."""
-        starts = [line for line, _, _ in self.headings]
-        first = max(line for line in starts if line <= block.line)
-        below = [line for line in starts if line > block.line]
-        end = min(below, default=len(self.lines) + 1)
-        text = "\n".join(self.lines[first - 1 : end - 1])
-        return re.sub(r"(?ms)^```.*?^```", "", text)
-
-    def explaining(self):
-        """The anchors of the headings that explain a change."""
-        return {block.anchor for block in self.blocks if block.hunks}
-
-    def output_of(self, block):
+    @property
+    def console(self):
         """The command of a `run` block, and what it prints."""
-        lines = self.lines[block.line : block.end]
-        first = lines.index("```console") + 1
-        return "\n".join([*lines[first:-1], ""])
+        first = self.lines.index("```console") + 1
+        return "\n".join([*self.lines[first:-1], ""])
 
 
 def slug(heading, taken):
@@ -172,8 +180,8 @@ def read_fence(page, first, marker):
         commands = [" ".join(line.split()) for line in lines if line.strip()]
         if not commands or "<<" in body:
             raise InputError(f"{at}: a fence of sh holds one command a line")
-        why_not_run = marker.text if marker else ""
-        page.commands += [(number, command, why_not_run) for command in commands]
+        kind = marker.kind if marker else "sh"
+        page.commands += [Block(page, number, kind, text) for text in commands]
     elif kind == "text" and re.search(f"(?m)^({TYPED})", body):
         raise InputError(f"{at}: a diff or output, typed: those are generated")
     return last
@@ -185,7 +193,7 @@ def read_marker(page, number, line):
         found = re.fullmatch(f"<!-- {pattern} -->", line)
         if found:
             parts = defaultdict(str, found.groupdict(default=""))
-            block = Block(page.name, number, kind, parts["text"])
+            block = Block(page, number, kind, parts["text"])
             break
     else:
         raise InputError(f"{page.name}:{number}: no marker of one line: {line}")
@@ -256,7 +264,7 @@ def find_end(block, lines):
 
 
 def right_outputs(page):
-    """{line of a `run` block: the one of its command that has fewer of its faults}
+    """{a `run` block: the one of its command that has fewer of its faults}
 
     Fewer, and not none: some faults only set the scene, in the right output as well.
     """
@@ -266,7 +274,7 @@ def right_outputs(page):
     for block in runs:
         for other in runs:
             if other.text == block.text and set(other.faults) < set(block.faults):
-                found[block.line] = other
+                found[block] = other
     return found
 
 

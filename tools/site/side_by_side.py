@@ -27,23 +27,27 @@ def page_of(old, new):
     return f"side_by_side/{slug(old)}--{slug(new)}"
 
 
-# Lines
+# Lines and their words
 
 
 @functools.cache
-def token_lines(name):
-    """The lines of a file, each as a list of (CSS class, text), with line ends."""
+def words_of(name):
+    """The lines of a file, each as a list of (CSS class, word), with line ends."""
     text = (ROOT / name).read_text()
     lexer = find_lexer_class_for_filename(name) or TextLexer
     lines = [[]]
     for token, value in lexer(stripnl=False, ensurenl=False).get_tokens(text):
         while token not in STANDARD_TYPES:
             token = token.parent
-        for piece in re.findall(r"[^\n]*\n|[^\n]+", value):
-            lines[-1].append((STANDARD_TYPES[token], piece))
-            if piece.endswith("\n"):
+        for word in re.findall(r"\n|\d[\w.]*|\w+|[^\S\n]+|[^\w\s]", value):
+            lines[-1].append((STANDARD_TYPES[token], word))
+            if word == "\n":
                 lines.append([])
     return lines if lines[-1] else lines[:-1]
+
+
+def texts_of(words):
+    return [text for _, text in words]
 
 
 # The classes that need no colour: without them, the page stays light.
@@ -53,79 +57,56 @@ OLD = "old-L"
 NEW = "L"
 
 
-def tokens_html(tokens, marked=()):
-    """The HTML of a line; `marked` are the places of its changed characters."""
+def words_html(words, marked=()):
+    """The HTML of a line; `marked` are the indices of its changed words."""
+    is_long = len("".join(texts_of(words))) > 40
 
-    def is_marked(place):
-        return place in marked
+    def look(numbered):
+        index, (css, text) = numbered
+        return css, index in marked and not text.isspace()
 
-    length = sum(len(text) for _, text in tokens)
     html = ""
-    end = 0
-    for css, text in tokens:
-        start = end
-        end += len(text)
-        for has_mark, places in itertools.groupby(range(start, end), is_marked):
-            piece = "".join(text[place - start] for place in places)
-            kind = "mark" if has_mark and piece.strip() else "span"
-            piece = escape(piece, quote=False)
-            if kind == "mark" or css not in PLAIN:
-                piece = f'<{kind} class="{css}">{piece}</{kind}>'
-            html += piece
-        if text in (".", "(") and length > 40:
-            html += "<wbr>"  # a phone breaks a long line here, and not in a name
+    for (css, has_mark), alike in itertools.groupby(enumerate(words), look):
+        piece = escape("".join(text for _, (_, text) in alike), quote=False)
+        if is_long and css in ("o", "p"):
+            piece = re.sub("[.(]", r"\g<0><wbr>", piece)  # a phone breaks a line here
+        kind = "mark" if has_mark else "span"
+        if has_mark or css not in PLAIN:
+            piece = f'<{kind} class="{css}">{piece}</{kind}>'
+        html += piece
     return html
 
 
-def line_html(tag, id, number, tokens, marked=()):
-    """A line in an element with a number."""
-    line = "".join(text for _, text in tokens)
+@functools.cache
+def line_html(name, number, tag="span", id=NEW, marked=()):
+    """A line of a file in an element with its number."""
+    words = words_of(name)[number - 1]
+    line = "".join(texts_of(words))
     indent = len(line) - len(line.lstrip())  # a long line goes on to the right of it
     style = f' style="--i:{indent}"' if indent else ""
-    html = tokens_html(tokens, marked)
+    html = words_html(words, marked)
     return f'<{tag} data-n="{number}" id="{id}{number}"{style}>{html}</{tag}>'
 
 
-@functools.cache
-def plain_lines(name, id=NEW):
-    """The HTML of all lines of a file."""
-    lines = enumerate(token_lines(name), 1)
-    return [line_html("span", id, number, tokens) for number, tokens in lines]
-
-
-# Words
-
-
-def words_of(line):
-    return re.findall(r"\d[\w.]*|\w+|\s+|[^\w\s]", line)
-
-
-def changed_places(one, other):
-    """The places of the characters of `one`, and of `other`, in changed words."""
-    words = words_of(one)
-    other_words = words_of(other)
-    starts = starts_of(words)
-    other_starts = starts_of(other_words)
-    places = set()
-    other_places = set()
-    for i1, i2, j1, j2 in changes(words, other_words):
-        places.update(range(starts[i1], starts[i2]))
-        other_places.update(range(other_starts[j1], other_starts[j2]))
-    return places, other_places
-
-
-def starts_of(words):
-    """Where each word of a line starts, and where the last one ends."""
-    return [*itertools.accumulate(map(len, words), initial=0)]
+def whole(name):
+    """The HTML of a file."""
+    count = len(words_of(name))
+    return "".join(line_html(name, number) for number in range(1, count + 1))
 
 
 def marks_of(removed, added):
-    """(which lines were changed into which, {line: places} of each side)."""
-    pairs = align(removed, added)
+    """(which lines were changed into which, {line: its changed words} of each side).
+
+    removed, added: lines as `words_of` has them.
+    """
+    texts = [["".join(texts_of(line)) for line in lines] for lines in (removed, added)]
+    pairs = align(*texts)
     old_marks = {}
     new_marks = {}
     for i, j in pairs:
-        old_marks[i], new_marks[j] = changed_places(removed[i], added[j])
+        places = [*changes(texts_of(removed[i]), texts_of(added[j]))]
+        old_marks[i] = frozenset(k for place in places for k in range(*place[:2]))
+        new_marks[j] = frozenset(k for place in places for k in range(*place[2:]))
     return pairs, (old_marks, new_marks)
 
 
@@ -146,10 +127,7 @@ def explain(old, new, explained):
     """
     on_the_way = []
     for edge in path_between(old, new):
-        for hunk in hunks(*edge):
-            place = explained.get(edge, {}).get(hunk.number)
-            if place:
-                on_the_way.append((hunk, place))
+        on_the_way += [(hunk, explained[edge][hunk.number]) for hunk in hunks(*edge)]
     own = explained.get((old, new), {})
     places = {}
     for hunk in hunks(old, new):
@@ -166,19 +144,6 @@ def share_a_line(hunk, other):
 
 
 # Parts
-
-
-def changed(tag, id, name, start, places, marks):
-    """The HTML of one side of a change; `places` are its rows, counted from `start`."""
-    html = ""
-    for place in places:
-        if place is None:
-            html += "<i></i>"
-        else:
-            number = start + place
-            tokens = token_lines(name)[number - 1]
-            html += line_html(tag, id, number, tokens, marks.get(place, ()))
-    return html
 
 
 def in_head(hunk, old, new):
@@ -210,6 +175,18 @@ def rows_of(pairs, sizes):
     return rows[:-1]  # without `sizes`
 
 
+def side(name, start, places, tag="span", id=NEW, marks=None):
+    """The HTML of one side of a part; `places` are its rows, counted from `start`."""
+    html = ""
+    for place in places:
+        if place is None:
+            html += "<i></i>"
+        else:
+            marked = marks.get(place, ()) if marks else ()
+            html += line_html(name, start + place, tag, id, marked)
+    return html
+
+
 def parts(old, new, whys):
     """What stands below each other on the page of two scripts, in two lists.
 
@@ -224,8 +201,10 @@ def parts(old, new, whys):
         found += unchanged(old, new, next_old, next_new, hunk.old_start - next_old)
         next_old = hunk.old_end
         next_new = hunk.new_end
-        sizes = (len(hunk.removed), len(hunk.added))
-        pairs, (old_marks, new_marks) = marks_of(hunk.removed, hunk.added)
+        removed = words_of(old)[hunk.old_start - 1 : hunk.old_end - 1]
+        added = words_of(new)[hunk.new_start - 1 : hunk.new_end - 1]
+        sizes = (len(removed), len(added))
+        pairs, (old_marks, new_marks) = marks_of(removed, added)
         if sizes == (1, 1):  # they stand beside each other, alike or not
             pairs = [(0, 0)]
         left, right = zip(*rows_of(pairs, sizes), strict=True)
@@ -234,39 +213,38 @@ def parts(old, new, whys):
             "hunk": hunk,
             "whys": whys[hunk.number],
             "count": len(left),
-            "old": changed("del", OLD, old, hunk.old_start, left, old_marks),
-            "new": changed("ins", NEW, new, hunk.new_start, right, new_marks),
+            "old": side(old, hunk.old_start, left, "del", OLD, old_marks),
+            "new": side(new, hunk.new_start, right, "ins", NEW, new_marks),
         }
         found.append(part)
         if in_head(hunk, old, new):
             head = len(found)
-    count = len(token_lines(old)) + 1 - next_old
+    count = len(words_of(old)) + 1 - next_old
     found += unchanged(old, new, next_old, next_new, count)
     return found[:head], found[head:]
 
 
 def unchanged(old, new, old_start, new_start, count):
     """`count` lines that are the same, folded but for the edges."""
-    is_last = old_start + count > len(token_lines(old))
+    is_last = old_start + count > len(words_of(old))
     top = 0 if old_start == 1 else CONTEXT
     bottom = 0 if is_last else CONTEXT
     if count <= top + bottom + 1:
         top = count
         bottom = 0
-    left = plain_lines(old, OLD)[old_start - 1 :][:count]
-    right = plain_lines(new)[new_start - 1 :][:count]
+    places = range(count)
     found = []
-    for kind, start, end in [
-        ("same", 0, top),
-        ("fold", top, count - bottom),
-        ("same", count - bottom, count),
+    for kind, some in [
+        ("same", places[:top]),
+        ("fold", places[top : count - bottom]),
+        ("same", places[count - bottom :]),
     ]:
-        if start < end:
+        if some:
             part = {
                 "kind": kind,
-                "count": end - start,
-                "old": "".join(left[start:end]),
-                "new": "".join(right[start:end]),
+                "count": len(some),
+                "old": side(old, old_start, some, id=OLD),
+                "new": side(new, new_start, some),
             }
             found.append(part)
     return found
