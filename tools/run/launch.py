@@ -12,7 +12,6 @@ from tools.run.warm import ENTRY  # before any tensor is computed
 from tools.scripts import (
     ROOT,
     SCRIPTS,
-    InputError,
     ancestry,
     calls,
     commands,
@@ -72,11 +71,8 @@ def options_of(name, nprocs=2):
     """
     before, options = split_command(name)
     if shares_a_batch(name):
-        written = re.search(r"--nproc-per-node=(\d+)", " ".join(before))
-        if not written or options.count(written[1]) != 1:
-            line = "its ranks share a batch, but no option of its command has the value"
-            raise InputError(f"{name}:1: {line} of --nproc-per-node, or several have")
-        options[options.index(written[1])] = str(nprocs)
+        written = re.search(r"--nproc-per-node=(\d+)", " ".join(before))[1]
+        options[options.index(written)] = str(nprocs)
     return options
 
 

@@ -17,7 +17,7 @@ from docutils import nodes
 
 from tools.diffs import hunks
 from tools.scripts import ROOT
-from tools.site.commands import CUT, VARIES, same
+from tools.site.commands import same
 from tools.site.pages import parse, right_outputs
 from tools.site.side_by_side import in_head, marks_of, texts_of, words_html, words_of
 
@@ -102,28 +102,19 @@ def losses(right, wrong):
     return [(epoch, of_right[epoch], of_wrong[epoch]) for epoch in epochs]
 
 
-def masked(text):
-    """A text with a ~ for each character that varies or is not shown."""
-    for pattern in [*VARIES, re.escape(CUT)]:
-        text = re.sub(pattern, lambda found: "~" * len(found[0]), text)
-    return text
-
-
 def marked(text, other):
     """The HTML of an output, with marks where it has words that the other has not.
 
     An error is marked as a whole.
     """
-    html = ""
-    done = 0
-    others = masked(other).split()
-    for word in re.finditer(r"(?m)^\S+: error: .*|[^\s~]+", masked(text)):
-        if not any(same([word[0]], [other_word]) for other_word in others):
-            start, end = word.span()
-            html += escape(text[done:start], quote=False)
-            html += f"<mark>{escape(text[start:end], quote=False)}</mark>"
-            done = end
-    return html + escape(text[done:], quote=False)
+    others = other.split()
+
+    def word_html(word):
+        html = escape(word[0], quote=False)
+        is_there = any(same([word[0]], [other_word]) for other_word in others)
+        return html if is_there else f"<mark>{html}</mark>"
+
+    return re.sub(r"(?m)^\S+: error: .*|\S+", word_html, text)
 
 
 IMAGE = r'<img [^>]*src="(_images/(\w+)\.svg)"[^>]*>'

@@ -56,11 +56,10 @@ class Page:
 
     def section(self, block):
         """The text from the block's heading to the next, without what is generated."""
-        starts = [line for line, _, _ in self.headings]
-        first = max(line for line in starts if line <= block.line)
-        below = [line for line in starts if line > block.line]
-        end = min(below, default=len(self.lines) + 1)
-        text = "\n".join(self.lines[first - 1 : end - 1])
+        starts = [line for line, _, _ in self.headings if line <= block.line]
+        below = [line for line, _, _ in self.headings if line > block.line]
+        end = (below or [len(self.lines) + 1])[0]
+        text = "\n".join(self.lines[starts[-1] - 1 : end - 1])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
     def explaining(self):
@@ -207,7 +206,6 @@ def read_marker(page, number, line):
     block.faults = re.findall(r"`([^`]+)` as `([^`]*)`", parts["faults"])
     if block.faults:
         block.script = script_of(block.text)
-        check_faults(page, block)
     if kind == "diff":
         find_hunks(block)
     return block
@@ -225,15 +223,6 @@ def script_of(command):
         return f"{module[1].replace('.', '/')}.py"
     script = re.search(r"\S+\.py", command)
     return script[0] if script else ""
-
-
-def check_faults(page, block):
-    """The block's script has each text that is to be replaced just once."""
-    text = page.files.get(block.script) or "\n".join(read_lines(block.script))
-    for old, _ in block.faults:
-        count = text.count(old)
-        if count != 1:
-            raise block.wrong(f"{block.script} has {old!r} {count} times, not once")
 
 
 def find_hunks(block):
@@ -256,11 +245,13 @@ def has(hunk, text):
 
 
 def find_end(block, lines):
-    below = range(block.line, len(lines))
-    markers = [i for i in below if lines[i].startswith("<!--")]
-    if not markers or lines[markers[0]] != END:
-        raise block.wrong(f"this marker has no {END}")
-    return markers[0]
+    """The index of the end marker: the first marker below."""
+    for index, line in enumerate(lines[block.line :], block.line):
+        if line == END:
+            return index
+        if line.startswith("<!--"):
+            break
+    raise block.wrong(f"this marker has no {END}")
 
 
 def right_outputs(page):
