@@ -6,7 +6,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from tools.scripts import InputError, read_lines
+from tools.scripts import read_lines, tree
 
 KINDS = (ast.ClassDef, ast.FunctionDef)
 
@@ -98,18 +98,10 @@ def first_line(node):
 
 
 @functools.cache
-def tree_of(name):
-    try:
-        return ast.parse("\n".join(read_lines(name)))
-    except SyntaxError as error:
-        raise InputError(f"{name}:{error.lineno}: {error.msg}") from None
-
-
-@functools.cache
 def scopes(name):
     """[(first line, last line, name)] of a file's classes and functions."""
     found = []
-    for node in ast.walk(tree_of(name)):
+    for node in ast.walk(tree(name)):
         if isinstance(node, KINDS):
             found.append((first_line(node), node.end_lineno, node.name))
     return sorted(found)
@@ -128,7 +120,7 @@ def hunks(old, new):
     """
     before = read_lines(old)
     after = read_lines(new)
-    top_level = [node for node in tree_of(new).body if isinstance(node, KINDS)]
+    top_level = [node for node in tree(new).body if isinstance(node, KINDS)]
     starts = [first_line(node) - 1 for node in top_level]
     found = []
     for i1, i2, j1, j2 in changes(before, after):

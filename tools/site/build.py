@@ -48,7 +48,7 @@ import sys
 from pathlib import Path
 
 from tools import cli, scripts
-from tools.diffs import changed_lines, changes, hunks, tree_of
+from tools.diffs import changed_lines, changes, hunks
 from tools.scripts import ROOT, InputError
 from tools.site.commands import above_output, run_all, same
 from tools.site.pages import (
@@ -112,7 +112,7 @@ def code(block):
     """The lines of a file from one statement to another, or those of one."""
     lines = scripts.read_lines(block.new)
     statements = [
-        node for node in ast.walk(tree_of(block.new)) if isinstance(node, ast.stmt)
+        node for node in ast.walk(scripts.tree(block.new)) if isinstance(node, ast.stmt)
     ]
     shown = []
     for text in block.texts:

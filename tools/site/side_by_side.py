@@ -13,8 +13,8 @@ from html import escape
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
 
-from tools.diffs import align, changes, hunks, tree_of
-from tools.scripts import ROOT, ancestry
+from tools.diffs import align, changes, hunks
+from tools.scripts import ROOT, ancestry, tree
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 
@@ -151,10 +151,11 @@ def in_head(hunk, old, new):
     return hunk.old_end <= first_code(old) and hunk.new_end <= first_code(new)
 
 
+@functools.cache
 def first_code(name):
     """The line of the first statement below the docstring and the imports."""
     imports = (ast.Import, ast.ImportFrom)
-    body = tree_of(name).body[1:]
+    body = tree(name).body[1:]
     return next(node.lineno for node in body if not isinstance(node, imports))
 
 
