@@ -45,10 +45,10 @@ function tell(run, frame) {
   const said = happened(run, frame);
   return [...said.filter(([, kind]) => kind), ...said.filter(([, kind]) => !kind)];
 }
-// How many milliseconds it takes to read them. Later steps say little that is new.
+// For how many milliseconds Play shows them. Later steps say little that is new.
 function time(run, frame) {
   const words = tell(run, frame).map(([said]) => said).join(" ").split(" ").length;
-  return frame.step && frame.phase === 2 ? 1000 : 1500 + 200 * words;
+  return frame.step && frame.phase === 2 ? 1000 : Math.min(5000, 1000 + 120 * words);
 }
 
 function happened(run, { epoch, step, phase }) {
@@ -98,29 +98,31 @@ const rule = (x1, y1, x2, y2, kind) => `<path d="M${at(x1)} ${at(y1)}L${at(x2)} 
 const group = (kind, x, y, parts) => `<g class="${kind}" transform="translate(${x} ${y})">${parts.flat().join("")}</g>`;
 // What is drawn comes from where it was in the picture before.
 const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(y)}px">${drawn}</g>`;
-const square = (x, y, size, sample, kind, high = size) => box(x, y, size, high, kind) + write(x + size / 2, y + high / 2 + 4, sample, "number");
+const square = (x, y, size, sample, kind, high = size) => box(x, y, size, high, kind) + write(x + size / 2, y + high / 2 + 4.5, sample, "number");
 const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
 
 // The samples, and below them which of them each rank takes: time runs to the right.
 // A narrow picture has only the current epoch, and epoch 1 in thin lines to compare with.
-const EPOCH = (size) => 2 * size + 28, THIN = 13;
-const lanesTall = (size, wide) => wide ? size + 26 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
+// Of two ranks that share the samples, a wide picture has room for larger squares.
+const THIN = 13, high = (size, wide) => Math.floor(wide ? 1.2 * size : size), EPOCH = (size) => 2 * high(size, true) + 24;
+const lanesTall = (size, wide) => wide ? size + 30 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
 function lanes(run, frame, left, size, wide) {
   const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
-  const place = (sample) => left + sample * size + 4 * Math.floor(sample / 4);
+  const place = (i, w = size) => left + i * w + 4 * Math.floor(i / 4);
+  const h = high(size, wide), w = wide && !run.overlaps ? Math.round(1.4 * size) : size;
   const count = new Map();
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
-    const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 58 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
+    const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
     if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
       step[rank].taken.map((sample, i) => square(place(4 * s + i), y + rank * THIN, size, sample, run.overlaps && rank ? "bad" : `rank${rank}`, THIN))))];
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
-    for (const rank of RANKS) parts.push(write(0, y + size * (rank + 0.5) + 4, `rank ${rank}`, "ink small"));
-    if (repeats && begun(e, 0)) parts.push(write(left + 22, y - 8, "the order of epoch 1 again", "bad-ink b"));
-    else if (run.announces && e && begun(e, 0)) parts.push(write(left + 22, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
+    for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
+    if (repeats && begun(e, 0)) parts.push(write(left + 24, y - 8, "the order of epoch 1 again", "bad-ink b"));
+    else if (run.announces && e && begun(e, 0)) parts.push(write(left + 24, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
     steps.forEach((step, s) => RANKS.forEach((rank) => step[rank].taken.forEach((sample, i) => {
-      const x = place(4 * s + i), top = y + rank * size, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
-      if (!begun(e, s)) return parts.push(box(x, top, size, size, "empty"));
-      const drawn = square(x, top, size, sample, kind), fresh = frame.epoch === e && frame.step === s && frame.phase !== 1 && frame.phase !== 3;
+      const x = place(4 * s + i, w), top = y + rank * h, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
+      if (!begun(e, s)) return parts.push(box(x, top, w, h, "empty"));
+      const drawn = square(x, top, w, sample, kind, h), fresh = frame.epoch === e && frame.step === s && frame.phase !== 1 && frame.phase !== 3;
       if (frame.epoch === e) count.set(sample, [...count.get(sample) ?? [], rank]);
       parts.push(fresh ? comes(place(sample) - x, 22 - top, drawn) : drawn);
     })));
@@ -154,12 +156,12 @@ function gradient(pairs, width, note, link) {
 
 // How far each rank's weight is from the mean of both, after each step so far.
 // Both begin with the same weight.
-function weight(run, steps, width, tall) {
+function weight(run, steps, width, tall, wide) {
   const middle = 22 + tall / 2, part = (width - 54) / run.epochs.flatMap((epoch) => epoch.steps).length;
   const last = steps.at(-1), apart = steps.some(gap), x = part * steps.length;
   const y = (step, rank) => middle - (step[rank].weight - mean(step[0].weight, step[1].weight)) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(0, 22 + tall + 16, "distance from the mean", "ink small")];
+  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(...wide ? [60, 14, "· distance from the mean"] : [0, 22 + tall + 16, "distance from the mean"], "soft small")];
   if (apart) {
     out.push(line([...points(0), ...points(1).reverse()], "gap"), write(width, 14, `${fixed(gap(last), 3)} apart`, "bad-ink b end"));
     for (const rank of RANKS) {
@@ -200,7 +202,7 @@ function chart(run, frame, width, tall) {
 // [the picture so many pixels wide, what it says in words]
 function draw(key, index, room) {
   const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 340), pad = 14;
-  const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = 44, gaps = left + 12;
+  const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = wide ? 48 : 44, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, part = wide ? rest : (inner - 20) / 2;
   const tall = lanesTall(size, wide);
@@ -209,13 +211,13 @@ function draw(key, index, room) {
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
   const equal = !run.overlaps && run.averages, sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
   const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase ? ["not sent yet", "ink small end"] : ["", "ink"];
-  const y = wide ? pad : tall + pad, low = wide ? 56 : 40, below = y + (wide ? 180 : 84);
+  const y = wide ? pad : tall + pad, low = wide ? 60 : 40, below = y + (wide ? 180 : 84);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
     [pad + half, y, gradient(gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
-    [wide ? pad + half : pad + part + 20, wide ? y + 74 : y, weight(run, moved, part, wide ? 64 : 32)],
+    [wide ? pad + half : pad + part + 20, wide ? y + 74 : y, weight(run, moved, part, wide ? 80 : 32, wide)],
     [pad + half, below, chart(run, frame, rest, low)]];
   const height = Math.max(below + low + 24 + 53 + pad - 4, tall + 2 * pad);
-  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion" role="img" aria-label="${words}" width="${width}" height="${height}"`
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion${wide ? " wide" : ""}" role="img" aria-label="${words}" width="${width}" height="${height}"`
     + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
     + `${parts.map(([x, top, drawn]) => group("", x, top, [drawn])).join("")}</svg>`, words];
 }
@@ -223,45 +225,53 @@ function draw(key, index, room) {
 function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
   const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count");
-  let index = -1, timer, width; // -1: the end
+  model.checked = false; // the page begins with a mistake, at the end of its run
   const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
-  const last = () => frames(read(key())).length - 1;
+  const pictures = () => frames(read(key()));
+  const last = () => pictures().length - 1;
+  let index = last(), timer, width;
   const show = (room = drawing.clientWidth) => {
-    const run = read(key()), all = frames(run), said = tell(run, all.at(index));
+    const said = tell(read(key()), pictures()[index]), off = key().slice(0, 2);
+    if (index === last() && off !== "00") said.push([off === "11" ? "Tick the lines to repair them." : "Tick the line to repair it."]);
     [drawing.innerHTML] = draw(key(), index, width = room);
-    count.textContent = `${index < 0 ? all.length : index + 1} of ${all.length}`;
+    count.textContent = `${index + 1} of ${last() + 1}`;
     caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     start.textContent = timer ? "Pause" : "Play";
   };
   const stop = () => timer = clearTimeout(timer);
   const go = (by) => {
-    const from = index < 0 && by < 0 ? last() : index; // the first Step begins the run
-    index = Math.min(Math.max(from + by, 0), last());
+    const all = last() + 1;
+    index = (index + by + all) % all; // after the end comes the first
     if (index === last()) stop();
     show();
   };
   const wait = () => timer = setTimeout(() => {
     go(1);
     if (timer) wait();
-  }, time(read(key()), frames(read(key())).at(index)));
+  }, time(read(key()), pictures()[index]));
   const look = () => {
     show();
     caption.scrollIntoView({ block: "nearest" });
   };
   start.onclick = () => {
     if (timer) return show(stop());
-    if (index < 0 || index >= last()) index = 0;
+    if (index === last()) index = 0;
     wait();
     look();
   };
   back.onclick = () => go(-1, stop());
   step.onclick = () => go(1, stop());
+  // The picture of the same step in another run, which may have fewer steps in an epoch.
+  const like = ({ epoch, step, phase }) => pictures().findLastIndex((x) =>
+    x.epoch === epoch && x.phase === phase && (phase === 3 || !(x.step > step)));
+  let was = pictures();
   figure.onchange = ({ target }) => {
     if (target === sampler) order.checked = sampler.checked; // only this sampler has set_epoch
     if (order.checked) sampler.checked = true;
     stop();
-    index = -1;
+    index = index < was.length - 1 ? like(was[index]) : last();
+    was = pictures();
     look();
   };
   figure.onkeydown = (event) => {
