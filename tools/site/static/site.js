@@ -52,10 +52,12 @@ const MEANT = {
   "dataloader workers": "load the data in workers",
   "batchnorm": "with batch normalization",
   "ema": "average the weights",
+  "set_epoch": "shuffle anew in every epoch",
+  "distributedsampler": "give each rank its share of the samples",
 };
 
 // In a search, the pages of a script that is named come first, then headings with all
-// words of the query. (What is last here is shown first.)
+// words of the query, then other sections, then pages. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
   const search = Search._performSearch;
   Search._performSearch = (query, ...terms) => {
@@ -74,7 +76,20 @@ if (typeof Search !== "undefined") {
       .map(([, page, title]) => [page, title, "", null, 100, "", "title"]).reverse();
     const before = (found, known) => [
       ...found.filter((x) => !known.some((y) => x[0] + x[2] === y[0] + y[2])), ...known];
-    return before(search(query, ...terms), before(headings, named));
+    return before(search(query, ...terms).sort((x, y) => !!x[2] - !!y[2]), before(headings, named));
+  };
+  // Below a result stands some of its text, and neither code nor tables.
+  const { htmlToText, makeSearchSummary } = Search;
+  Search.htmlToText = (html, anchor) => {
+    const page = new DOMParser().parseFromString(html, "text/html");
+    for (const x of page.querySelectorAll("pre, table, nav, h1, :is(h2, h3, h4):first-child")) x.remove();
+    return htmlToText(page.documentElement.outerHTML, anchor);
+  };
+  Search.makeSearchSummary = (html, words, anchor) => {
+    const shown = makeSearchSummary(html, words, anchor) ?? document.createElement("p");
+    const has = [...words].some((x) => shown.textContent.toLowerCase().includes(x));
+    if (!has) shown.textContent = shown.textContent.replace("...", ""); // it is the beginning
+    return shown;
   };
   addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
