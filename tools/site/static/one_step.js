@@ -139,6 +139,8 @@ function draw(v, width) {
   if (gap) put(y += 19, [`//: ${digits(1e3 * (resumed - cut))} ms are left out`], "soft");
   part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
+  y += 22;
+  out.push(write(line, y, `${gb} GB`, "ink b mid"), write(right - 74, y, "needs", "soft end"), write(right, y, "efficiency", "soft end"));
   for (const [name, parts] of memory) {
     put((y += 28) - 4, [name], "ink b");
     const most = fits(parts) ? v["memory-gb"] / 0.8 : sum(parts); // what is too large is cut, and not to scale
@@ -148,11 +150,10 @@ function draw(v, width) {
     const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
-  out.push(`<path class="line" d="M${at(line)} ${y - 104}v116"/>`, write(line, y + 25, `${gb} GB`, "ink b mid"),
-    write(right, y + 25, "efficiency", "soft end"), ...kinds.flatMap((kind, i) => [
-      box(left + 90 * i, y + 39, 10, 10, kind), write(left + 90 * i + 15, y + 49, kind, "soft")]));
+  out.push(`<path class="line" d="M${at(line)} ${y - 108}v116"/>`, ...kinds.flatMap((kind, i) => [
+    box(left + 90 * i, y + 19, 10, 10, kind), write(left + 90 * i + 15, y + 29, kind, "soft")]));
   const words = `${head.join(", ")}: ${told.join(", ")}. ${faster ? `${better.join(", ")}. ` : ""}${best}; activations come on top.`;
-  return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 64}"`
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 44}"`
     + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, words];
 }
 
