@@ -87,24 +87,6 @@ class Output:
         self.tensor = tensor
 
 
-class Both(optim.Optimizer):
-    """One parameter is SGD's, the others are Adam's."""
-
-    def __init__(self, parameters):
-        self.both = (
-            optim.SGD(parameters[:1], 0.05, momentum=0.9),
-            optim.Adam(parameters[1:], 0.01),
-        )
-        groups = [optimizer.param_groups[0] for optimizer in self.both]
-        super().__init__(groups, {})
-
-    def step(self, closure=None):
-        for optimizer, group in zip(self.both, self.param_groups, strict=True):
-            optimizer.param_groups = [group]
-            optimizer.state = self.state
-            optimizer.step(closure)
-
-
 # Models
 
 
@@ -201,14 +183,6 @@ def scalar():
     )
 
 
-def zero_size():
-    return Net(
-        lambda net, source: net.layer(source) + net.empty.sum(),
-        layer=Linear(20, 1),
-        empty=weight(0, 3),
-    )
-
-
 def complex_weight():
     return Net(
         lambda net, source: ((source + 0j) @ net.matrix).real,
@@ -258,7 +232,6 @@ MODELS = {
     "LSTM": lstm,
     "TransformerEncoder": encoder,
     "scalar": scalar,
-    "zero-size": zero_size,
     "complex": complex_weight,
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
     "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
@@ -344,7 +317,6 @@ OPTIMIZERS = {
     "tensor as rate": lambda parameters: optim.Adam(parameters, torch.tensor(0.01)),
     "groups": groups,
     "some parameters": lambda parameters: optim.SGD(parameters[:1], 0.01),
-    "two in one": Both,
     "float32 momentum": Float32Momentum,
 }
 for name, kind in vars(optim).items():

@@ -58,7 +58,7 @@ OTHERWISE = """
 diloco | optimizers | differs by 0.3 and 0.06 | it averages weights
 diloco | groups | differs by 0.95 and 0.95 | their rates are up to 1
 diloco | RMSprop | differs by 0.95 and 0.13 | its first steps are long
-diloco | Adafactor, Muon, two in one | differs by 0.05 and 0.009 | it averages
+diloco | Adafactor, Muon | differs by 0.05 and 0.009 | it averages
 diloco | Adadelta, RAdam, SparseAdam | differs by 0.005 and 0.006 | it averages
 diloco | SGD, ASGD, fused SGD, some parameters | equal | linear in the gradients
 all | one head overflows | Refused: the loss is nan | NaN replaces no snapshot
@@ -88,7 +88,6 @@ real_job | output in an object | AttributeError: 'Output' | it counts right clas
 sharded, preemptible, diloco | unused on one rank | not run | it waits or aborts
 sharded | tied across blocks | Refused: blocks share a parameter | it cuts rows
 sharded | scalar | ValueError: fully_shard doesn't support scalar | it cuts rows
-sharded | zero-size | RuntimeError: _chunk_cat | it cuts rows
 sharded | Adafactor, Muon, Rprop | RuntimeError: aten. | they look at whole matrices
 sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
 sharded_snapshot | unused on all ranks | resumed, Checkpoint | no state was saved

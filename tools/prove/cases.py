@@ -259,10 +259,8 @@ def outcome(name, ranks, replaced, path, others):
     same = is_close if ranks.world > 2 else same_bits
     if not all(ranks.exchange(same(resumed, mine))):
         return "resumed, it differs", None
-    if printed:
-        agree, _ = losses_agree(printed_later, printed[1:], mine)
-        if not agree:
-            return "resumed, its losses differ", None
+    if printed and not losses_agree(printed_later, printed[1:], mine)[0]:
+        return "resumed, its losses differ", None
     ended = (mine[0], printed)
     if others and printed:
         return compare(ended, others), ended

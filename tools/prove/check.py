@@ -36,8 +36,7 @@ def checks(name, text_only):
     yield f"pytest -q {TEXT_TESTS}"
     if text_only:
         return
-    others = f"{TEXT_TESTS} {SITE_TESTS}".replace("tests/", "--ignore=tests/")
-    yield f"{OWN_TESTS} {Path(name).name} {others}"
+    yield f"{OWN_TESTS} {Path(name).name}"
     with contextlib.suppress(InputError):  # the check of the pages has said what it is
         for page in chapters(name, explanations()):
             yield f"tools.site.build --check --only {page}"

@@ -324,21 +324,20 @@ def used_of(codes, texts):
 def code_of(path):
     """{name: the code that defines it} of what stands at the top level of a file.
 
-    Not the bytes: a comment, an import or a mark that a test waits costs no proof.
+    Not the bytes: a comment or an import costs no proof.
     """
     codes = {}
-    tree = ast.parse((ROOT / path).read_text())
-    for node in CodeOfTest().visit(tree).body:
-        defined = {getattr(node, "name", "")}
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            defined = {part.id for part in ast.walk(node) if is_set(part)}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
+            continue
+        code = ast.unparse(node)
+        # What a statement sets, and what a loop fills
+        defined = {*re.findall(r"\w+", code.partition("=")[0])}
+        if hasattr(node, "name"):
+            defined = {node.name}
         for name in defined:
-            codes[name] = codes.get(name, "") + ast.unparse(node)
+            codes[name] = codes.get(name, "") + code
     return codes
-
-
-def is_set(node):
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 @functools.cache
@@ -347,23 +346,6 @@ def code_of_test(test):
     path, _, name = test.partition("::")
     used = used_of(code_of(path), [name])
     return "\n".join([without_folder(test), *used])
-
-
-NO_CLAIM = ("pytest.mark.waits", "in_a_fork")
-
-
-class CodeOfTest(ast.NodeTransformer):
-    """Drops imports, and what says when and where a test runs."""
-
-    def visit_Import(self, node):
-        return None
-
-    visit_ImportFrom = visit_Import
-
-    def visit_FunctionDef(self, node):
-        marks = node.decorator_list
-        marks[:] = [mark for mark in marks if ast.unparse(mark) not in NO_CLAIM]
-        return self.generic_visit(node)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 import tokenize
 from typing import NamedTuple
 
-from tools.diffs import KINDS, align, changes, first_line, matcher
+from tools.diffs import align, changes, first_line, matcher
 
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
@@ -138,12 +138,8 @@ class Diff:
         changed = set()
         for _, _, j1, j2 in self.changes:
             changed.update(range(j1 + 1, j2 + 1))
-        docstrings = []
-        for owner in ast.walk(self.tree):
-            if isinstance(owner, KINDS) and ast.get_docstring(owner) is not None:
-                docstrings.append(owner.body[0].lineno)
         for unit in self.units:
-            if unit.lineno in docstrings:
+            if unit.text.lstrip().startswith('"""'):  # a docstring
                 continue
             self.code.update(lines_of(unit))
             old = self.pairs.get(unit)

@@ -178,11 +178,7 @@ class Program:
 
     def _end(self):
         family = descendants(self.pid)
-        if not self.process:  # a fork shows its stack first
-            for pid in reversed(family):  # a rank ends with its parent
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGABRT)
-                time.sleep(0.03)  # one stack after the other
+        if not self.process:  # forks show their stacks first
             os.killpg(self.pid, signal.SIGABRT)
             time.sleep(0.5)
         os.killpg(self.pid, signal.SIGKILL)  # before the others: a shell would go on

@@ -151,8 +151,9 @@ def chapters(name, explained):
     return [*dict.fromkeys(pages)]
 
 
-def scripts_table(block, explained):
+def scripts_table(block):
     """The map: every script, what it does, what it changes, where that is explained."""
+    explained = explanations()
     lines = [
         "| script | what it does | changed lines | explained in |",
         "|---|---|---|---|",
@@ -173,6 +174,13 @@ def scripts_table(block, explained):
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
+
+MAKERS = {  # {kind of a block: what makes its lines}
+    "scripts": scripts_table,
+    "contents": contents,
+    "code": code,
+    "diff": lambda block: hunk_diff(block) if block.hunks else shown_lines(block),
+}
 
 # Explanations
 
@@ -219,10 +227,9 @@ def check_partners(pages):
     problems = []
     for page in pages:
         rights = right_outputs(page)
-        for block in page.blocks:
+        for block in {*page.blocks}.difference(rights, rights.values()):
             is_silent = block.faults and not block.status
-            has_partner = block in rights or block in rights.values()
-            if is_silent and block.anchor in page.explaining() and not has_partner:
+            if is_silent and block.anchor in page.explaining():
                 what = "no block of this page has its output without the fault"
                 problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
     return problems
@@ -231,7 +238,7 @@ def check_partners(pages):
 # The whole
 
 
-def fill(page, outputs, explained):
+def fill(page, outputs):
     """The page's lines with all blocks filled in; outputs: {block: its lines}."""
     lines = list(page.lines)
     for block in reversed(page.blocks):
@@ -243,14 +250,8 @@ def fill(page, outputs, explained):
                 made = [*above, *between[between.index(command) :]]
             if same(between, made):
                 made = between
-        elif block.kind == "scripts":
-            made = scripts_table(block, explained)
-        elif block.kind == "contents":
-            made = contents(block)
-        elif block.kind == "code":
-            made = code(block)
         else:
-            made = hunk_diff(block) if block.hunks else shown_lines(block)
+            made = MAKERS[block.kind](block)
         lines[block.line : block.end] = made
     return lines
 
@@ -270,7 +271,6 @@ def main():
 def build(args):
     scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
-    explained = explanations(pages)
     problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
         name = Path(args.only).stem
@@ -282,7 +282,7 @@ def build(args):
         outputs, wrong = run_all(pages)
         problems += wrong
     # All pages are made before one is written: if one has bad input, no file changes.
-    filled = [fill(page, outputs, explained) for page in pages]
+    filled = [fill(page, outputs) for page in pages]
     for page, lines in zip(pages, filled, strict=True):
         if lines == page.lines:
             continue

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -215,15 +214,6 @@ def commands_of(pages):
     return found
 
 
-def run_patiently(command, tree):
-    """What `run` returns. What hangs is run once more."""
-    status, output = run(command, tree)
-    if "no end within" in output:
-        print(f"{command.text}\n{output}", file=sys.stderr)
-        return run(command, tree)
-    return status, output
-
-
 RUNS_THEM = r"tools/(run/(processes|warm)|site/(commands|pages)|files|scripts)\.py"
 
 
@@ -269,7 +259,7 @@ def run_all(pages):
         ProcessPoolExecutor(2, mp_context=forked) as pool,
     ):
         copy_tree(Path(tree))
-        results = pool.map(run_patiently, left, itertools.repeat(tree))
+        results = pool.map(run, left, itertools.repeat(tree))
         for command, (status, output) in zip(left, results, strict=True):
             at = f"{command.page.name}:{command.line}: {command.text}"
             print(f"{at}: exit status {status}", flush=True)
