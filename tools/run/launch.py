@@ -118,6 +118,8 @@ def start(
     script: its name, or a path to a copy that `plant` has made. cwd, env: of Program.
     real: start new interpreters, which cost ten times as much as forks. Forks show the
     same, unless the claim is about how a process starts or ends.
+    nprocs: how many processes, if the script runs as several. own_options: the options
+    of its docstring's command are typed, too; of one given twice, yours counts.
     changes: pairs (old, new) of texts to replace in the script. hooks: functions
     that each process of the script calls with the script's globals, a dict, before it
     calls `main`. A test may define them inside; with `real`, they are in tests/hooks.
