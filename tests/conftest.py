@@ -20,13 +20,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from tests.helpers.checks import noted  # noqa: E402
+from tests.helpers.checks import STANDIN, noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
 from tests.hooks.faults import in_step_80, record_in_one_piece  # noqa: E402
 from tests.hooks.probe import probe  # noqa: E402
 from tools.run import hosts, launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
-from tools.scripts import ROOT, commands  # noqa: E402
+from tools.scripts import ROOT, commands, trunk  # noqa: E402
 
 OBSERVER = ROOT / "tests" / "observer"
 NO_HOSTS = hosts.why_not()
@@ -35,9 +35,8 @@ needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 # Their commands run in new interpreters, as a user starts them: those of the scripts of
 # the root, and of one cheap variant for each launcher (`python`, `python` that spawns,
 # `torchrun`). The others' run in forks, unless a test marked `full` asks for more.
-THE_ROOT = ["single_gpu.py", "multigpu.py", "multinode.py"]
-NEW = [
-    *THE_ROOT,
+IN_NEW_INTERPRETERS = [
+    *trunk(),
     "variants/data_parallel.py",
     "variants/multinode_spawn.py",
     "variants/preemptible.py",
@@ -132,7 +131,7 @@ def standin(tmp_path_factory):
         ["python", "-c", "import torch"],
         tmp_path_factory.getbasetemp(),
         real=True,
-        PYTHONPATH=ROOT / "tests" / "standin",
+        **STANDIN,
     )
     program.succeed(timeout_s=600)
 
@@ -140,7 +139,8 @@ def standin(tmp_path_factory):
 def made_once(run):
     """`get(name, nprocs=2, hooks=())`: what `run` returns, made when first asked for.
 
-    nprocs counts for those scripts alone that run as several processes.
+    nprocs counts for those scripts alone that run as several processes. The fixtures
+    that take no more than a name use functools.cache.
     """
     kept = functools.cache(run)
 
@@ -174,10 +174,10 @@ def typed(tmp_path_factory, request):
     """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
 
     threads: for each rank, the names of gloo's threads that were left at its exit.
-    Those of NEW run in new interpreters, and so do those whose threads a test asks for:
-    forks show none.
+    Those of IN_NEW_INTERPRETERS run so, and those whose threads a test asks for: forks
+    show none.
     """
-    new = set(NEW)
+    new = set(IN_NEW_INTERPRETERS)
     for test in request.session.items:
         if test.get_closest_marker("full"):
             new.add(test.callspec.params["name"])
@@ -218,7 +218,7 @@ def killed(tmp_path_factory):
             "--batch-size",
             launch.batch_size(name, 64),
             cwd=folder,
-            real=name in THE_ROOT,
+            real=name in trunk(),
             hooks=[in_step_80, record_in_one_piece],
             MARK=f"killed {name}",
             IN_STEP_80="kill",

@@ -11,6 +11,9 @@ from tools.run.launch import run_script
 from tools.run.results import load, same_bits, weights
 from tools.scripts import ROOT, calls
 
+# With the fixture `standin`: variables for a program whose accelerator it is.
+STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
+
 
 def hooks_to_compare(name):
     """With these hooks, its numbers are another script's: autocast leaves float64."""
@@ -26,6 +29,17 @@ def noted(folder, name="noted", ranks=2):
     expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
     assert files == expected, files
     return [json.loads(file.read_text()) for file in files]
+
+
+def replicas(facts):
+    """One rank of each replica. Ranks that share a batch are one, and do the same."""
+    found = {}
+    for rank in facts:
+        first = found.setdefault(rank["replica"], rank)
+        for key in ("replicas", "orders", "evaluated", "random"):
+            assert rank[key] == first[key], f"{key} of ranks of one replica"
+    assert sorted(found) == list(range(facts[0]["replicas"]))
+    return list(found.values())
 
 
 def import_script(name):

@@ -38,6 +38,7 @@ def pages(site):
 
 @pytest.fixture(scope="session")
 def address(site):
+    """The URL at which the site is served."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -47,6 +48,7 @@ def address(site):
 
 @pytest.fixture(scope="session")
 def browser():
+    """A Chromium that reaches this machine alone."""
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium")
     if not chromium:

@@ -331,6 +331,7 @@ for name, model in MODELS.items():
 for name, (model, loss) in LOSSES.items():
     CASES[name] = model, momentum, loss
 OF_OTHER_MODELS = ["SparseAdam", "float32 momentum"]
+# Now, before the optimizers: all cases but "MLP" have other layers or another loss.
 NOT_MLP = [name for name in [*CASES, *OF_OTHER_MODELS] if name != "MLP"]
 for name, optimizer in OPTIMIZERS.items():
     CASES[name] = mlp, optimizer, nn.MSELoss
@@ -343,7 +344,7 @@ class Data(list):
         """Nothing: its samples are not random, as those of real_job.py."""
 
 
-def functions(case):
+def brought_by_reader(case):
     """{name: the function of that name in a script}: what a reader brings."""
     make_model, make_optimizer, make_loss = CASES[case]
     losses = []
@@ -391,15 +392,19 @@ REPLACED = {
 }
 # One rank would wait for the other until gloo's time-out.
 # In diloco, gloo aborts: the ranks send different states.
-WAIT = "fsdp", "sharded_snapshot", "preemptible", "diloco"
+HANG_IF_UNUSED = "fsdp", "sharded_snapshot", "preemptible", "diloco"
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
     # PyTorch keeps one mesh for all runs here, which must not be emptied.
     utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
-    makers = {case: functions(case) for case in chosen}
-    left_out = [(f"variants/{name}.py", "unused on one rank") for name in WAIT]
+    makers = {case: brought_by_reader(case) for case in chosen}
+    left_out = [
+        (f"variants/{name}.py", "unused on one rank") for name in HANG_IF_UNUSED
+    ]
     for case in NOT_MLP:  # tensor_parallel.py's PLAN names the layers of an MLP
         left_out.append(("variants/tensor_parallel.py", case))
-    cases.take(makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"])
+    cases.run_cases(
+        makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"]
+    )

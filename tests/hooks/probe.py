@@ -20,6 +20,7 @@ from . import Noted, replace, write
 
 
 def probe(script):
+    """Note all that stands above."""
     facts = {"writes": 0, "orders": [], "random": []}
     data = []
 

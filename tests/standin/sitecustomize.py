@@ -20,6 +20,7 @@ plain_data = torch.Tensor.data
 
 
 def register():
+    """Compile it, and make it PyTorch's accelerator, with a backend of its own."""
     version = torch.__version__.replace(".", "_").replace("+", "_")
     source = Path(__file__).with_name("standin.cpp").resolve()
     compiled = load(

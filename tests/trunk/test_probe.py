@@ -5,7 +5,7 @@ import os
 import pytest
 from torch.testing import assert_close
 
-from tests.helpers.checks import assert_same_losses, hooks_to_compare
+from tests.helpers.checks import assert_same_losses, hooks_to_compare, replicas
 from tools.run.launch import DISTRIBUTED, task_of
 from tools.run.results import losses
 from tools.scripts import SCRIPTS
@@ -13,17 +13,6 @@ from tools.scripts import SCRIPTS
 # 197 samples by 3 ranks and 17 held out: nothing divides evenly.
 RUNS = [(name, 2) for name in DISTRIBUTED] + [("multigpu.py", 3)]
 of_each_run = pytest.mark.parametrize(("name", "nprocs"), RUNS)
-
-
-def replicas(facts):
-    """One rank of each replica. Ranks that share a batch are one, and do the same."""
-    found = {}
-    for rank in facts:
-        first = found.setdefault(rank["replica"], rank)
-        for key in ("replicas", "orders", "evaluated", "random"):
-            assert rank[key] == first[key], f"{key} of ranks of one replica"
-    assert sorted(found) == list(range(facts[0]["replicas"]))
-    return list(found.values())
 
 
 def steps(facts, epoch):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.helpers.checks import noted
+from tests.helpers.checks import STANDIN, noted
 from tests.hooks.accelerators import note_standin
 from tools.run.launch import DISTRIBUTED, batch_size, launch, run_script, train
 from tools.run.processes import Program
@@ -15,10 +15,8 @@ from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("standin")]
-FOLDER = ROOT / "tests" / "standin"
-STANDIN = {"PYTHONPATH": FOLDER}
 # For programs of this repository, and not of a copy. One thread each: they are forks.
-ON_PATH = {"PYTHONPATH": f"{ROOT}:{FOLDER}", "OMP_NUM_THREADS": 1}
+ON_PATH = {"PYTHONPATH": f"{ROOT}:{STANDIN['PYTHONPATH']}", "OMP_NUM_THREADS": 1}
 
 
 def test_two_ranks_on_one_device_are_refused(tmp_path):

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from tests.conftest import NEW
+from tests.conftest import IN_NEW_INTERPRETERS
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_snapshot,
@@ -52,7 +52,7 @@ def as_typed(names, if_not_new=pytest.mark.waits):
     found = []
     for name in names:
         marks = pytest.mark.waits if "/" in name else ()
-        if name not in NEW:
+        if name not in IN_NEW_INTERPRETERS:
             marks = if_not_new
         found.append(pytest.param(name, marks=marks))
     return found
@@ -94,7 +94,7 @@ def test_no_gloo_thread_outlives_main(typed, name):
     """One that does may abort the process at exit, or hang it.
 
     Only a new interpreter shows it: in a fork, the line that prevents it is not missed.
-    So `--all` asks the scripts of NEW, and `--full` asks all.
+    So `--all` asks the scripts of IN_NEW_INTERPRETERS, and `--full` asks all.
     """
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("threads are counted in /proc, which only Linux has")

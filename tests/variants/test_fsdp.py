@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from tests.conftest import needs_hosts
-from tests.helpers.checks import assert_same_losses, assert_same_weights, noted
+from tests.helpers.checks import STANDIN, assert_same_losses, assert_same_weights, noted
 from tests.helpers.fences import fence
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.fsdp import limit_memory, note_held
 from tests.hooks.models import float64, running_mean
-from tests.trunk.test_standin import STANDIN
 from tools.run import hosts
 from tools.run.launch import launch, plant, train
 from tools.run.results import load, losses

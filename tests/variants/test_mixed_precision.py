@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.checks import assert_same_snapshot, help_of, import_script, noted
+from tests.helpers.checks import (
+    STANDIN,
+    assert_same_snapshot,
+    help_of,
+    import_script,
+    noted,
+)
 from tests.helpers.forked import in_a_fork
 from tests.hooks import replace, write
 from tests.hooks.accelerators import note_standin
 from tests.hooks.faults import in_step_80
 from tests.hooks.models import float64
-from tests.trunk.test_standin import STANDIN
 from tools.run.launch import launch, run_script, train
 from tools.run.results import load, losses, weights
 from tools.scripts import ROOT

@@ -5,14 +5,12 @@ from textwrap import indent
 import pytest
 import torch
 
-from tests.helpers.checks import assert_same_losses, help_of, noted
+from tests.helpers.checks import STANDIN, assert_same_losses, help_of, noted, replicas
 from tests.helpers.fences import fence
 from tests.hooks import replace
 from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
 from tests.hooks.probe import probe
-from tests.trunk.test_probe import replicas
-from tests.trunk.test_standin import STANDIN
 from tests.variants.test_fsdp import LAYERS, MODEL
 from tools.files import edit
 from tools.run.launch import launch, torchrun, train

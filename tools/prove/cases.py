@@ -267,7 +267,7 @@ def outcome(name, ranks, replaced, path, others):
     return "equal", ended
 
 
-def take(makers, names, replaced, left_out, alone_first):
+def run_cases(makers, names, replaced, left_out, alone_first):
     """Write {script: {case: outcome}} to outcomes.json, and end the process.
 
     makers: {case: {name: function of the script}}. names: scripts, parents first.

@@ -53,8 +53,8 @@ LIMIT_S = 600  # for all tests of one mutant
 JOBS = 2  # mutants tested at once
 
 
-# In the fork, this module is a plugin of pytest: it chooses the tests, stops when one
-# has failed, and writes down `facts`.
+# Read `prove` first. In the fork of `run_tests`, this module is a plugin of pytest: it
+# chooses the tests, stops when one has failed, and writes down `facts`.
 
 facts = {"killer": "", "no_verdict": []}
 
@@ -162,7 +162,7 @@ def run_tests(child, text, tests):
     return found
 
 
-def attempt(child, mutant, tests):
+def try_mutant(child, mutant, tests):
     """`facts` of a mutant: what kills it, and does not fail without it."""
     found = run_tests(child, mutant.text, tuple(tests))
     killer = found["killer"]
@@ -193,19 +193,25 @@ def named_by_line(edge):
 
 
 def prove(edge, only="", full=False):
-    """Run the mutants of one edge that are not proven: whether all is well."""
+    """Run the mutants of one edge that are not proven: whether all is well.
+
+    First what there is to try, and which of it is proven. Then what is left, two at a
+    time, and each verdict is written down at once. Last, proofs of what is gone go.
+    """
     parent, child = edge
     began = time.monotonic()
     text = (ROOT / child).read_text()
     by_line = named_by_line(edge)
-    every = sorted(set().union(*by_line.values()))
+    all_named = sorted(set().union(*by_line.values()))
     known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
+
+    # Each mutant with its tests, and the proofs that still hold
     to_try = {}  # {mutant: tests}, those first that have killed such a mutant before
     proofs = {}
     for mutant in mutants((ROOT / parent).read_text(), text):
         if only not in mutant.what:
             continue
-        named = by_line.get(mutant.line, every)
+        named = by_line.get(mutant.line, all_named)
         to_try[mutant] = []
         for proof, tests in known_killers(mutant, named, known):
             # With its parameters, and with the folder that it is in today
@@ -217,6 +223,7 @@ def prove(edge, only="", full=False):
     left = [mutant for mutant in to_try if full or mutant not in proofs]
     print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
 
+    # The others
     bad = []
     if left:
         from tools.run import warm  # noqa: F401  once here, not in each worker
@@ -224,7 +231,7 @@ def prove(edge, only="", full=False):
     forked = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
         tests = [to_try[mutant] for mutant in left]
-        results = pool.map(attempt, itertools.repeat(child), left, tests)
+        results = pool.map(try_mutant, itertools.repeat(child), left, tests)
         for mutant, result in zip(left, results, strict=True):
             report(child, mutant, result, bad)
             killer = result["killer"]
@@ -277,8 +284,8 @@ def make_proof(edge, text, mutant, tests, killer):
     after = statements_of(mutant.text)
     old = [*(before - after)]
     new = [*(after - before)]
-    removed = lines_of(old) - lines_of(new)
-    own = [*removed, *(lines_of(new) - lines_of(old))]
+    removed = line_counts(old) - line_counts(new)
+    own = [*removed, *(line_counts(new) - line_counts(old))]
     parts = [mutant.kind, *old, "becomes", *new]
     parts += used_of(code_of("utils.py"), own)
     parts += map(code_of_test, sorted(tests, key=without_folder))
@@ -290,7 +297,7 @@ def label(mutant):
     return mutant.what.partition(" # ")[0][:50]
 
 
-def lines_of(codes):
+def line_counts(codes):
     """How often each line stands in some codes, however deep. A statement has one."""
     return Counter(line.strip() for code in codes for line in code.splitlines())
 
@@ -302,6 +309,7 @@ def statements_of(text):
 
 
 def codes_in(tree, scope=""):
+    """Yield each statement as code, with its class in front."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from codes_in(node, node.name)
@@ -359,4 +367,4 @@ if __name__ == "__main__":
         parser.error(f"the edges are {', '.join(map(' '.join, ALL_EDGES))}")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     fine = [prove(edge, args.only, args.full) for edge in edges]
-    sys.exit(0 if all(fine) else 1)
+    sys.exit(not all(fine))

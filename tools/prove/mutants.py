@@ -64,7 +64,7 @@ class Unit(NamedTuple):
     end_lineno: int
     text: str
 
-    def meaning(self):
+    def without_layout(self):
         """Its text without comments and layout, and how deep it is."""
         code = re.sub(r"#.*", "", self.text)
         return code.split(), indent_of(self.text)
@@ -144,7 +144,7 @@ class Diff:
             self.code.update(lines_of(unit))
             old = self.pairs.get(unit)
             # Else only comments or the layout have changed.
-            if not old or unit.meaning() != old.meaning():
+            if not old or unit.without_layout() != old.without_layout():
                 self.added.update(changed.intersection(lines_of(unit)))
         self.added = {line for line in self.added if self.new[line - 1].strip()}
 

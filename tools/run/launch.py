@@ -9,14 +9,7 @@ from pathlib import Path
 from tools.files import edit
 from tools.run.processes import Program
 from tools.run.warm import ENTRY  # before any tensor is computed
-from tools.scripts import (
-    ROOT,
-    SCRIPTS,
-    ancestry,
-    calls,
-    commands,
-    definition,
-)
+from tools.scripts import ROOT, SCRIPTS, ancestry, calls, commands, definition
 
 # Those that run as several processes
 DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]

@@ -37,6 +37,8 @@ class TimedOut(Exception):
 
 
 class Done(NamedTuple):
+    """How a program has ended, and what it has printed."""
+
     returncode: int
     stdout: str
     stderr: str

@@ -35,7 +35,7 @@ def shown(app, docname, page, block):
         wrong = block.console
         context = {
             "id": f"flip-{docname}-{block.line}",
-            "rows": losses(right, wrong),
+            "rows": losses_by_epoch(right, wrong),
             "faults": block.faults,
             "scene": right_block.faults,
             "outputs": [marked(right, wrong), marked(wrong, right)],
@@ -92,7 +92,7 @@ def diff_html(old, new, lines):
     return f'<div class="highlight-diff highlight"><pre>{html}</pre></div>'
 
 
-def losses(right, wrong):
+def losses_by_epoch(right, wrong):
     """[(epoch, held-out loss, that of the wrong output)], as far as both have it."""
     line = r"(?m)^epoch (\d+)/.* held-out loss (\S+)"
     # Of an epoch that is printed twice, the first line counts.
