@@ -23,6 +23,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 import utils
 from variants import tensor_parallel
 
+BLOCKS = 48
 PLAN_OF_THE_PAGE
 
 
@@ -46,7 +47,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(48)])
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
 
     def forward(self, x):
         for block in self.blocks:
