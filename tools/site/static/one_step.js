@@ -143,9 +143,9 @@ function draw(v, width) {
   out.push(write(line, y, `${gb} GB`, "ink b mid"), write(right - 74, y, "needs", "soft end"), write(right, y, "efficiency", "soft end"));
   for (const [name, parts] of memory) {
     put((y += 28) - 4, [name], "ink b");
-    const most = fits(parts) ? v["memory-gb"] / 0.8 : sum(parts); // what is too large is cut, and not to scale
+    const most = v["memory-gb"] / 0.8; // what is too large is cut
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, sum(parts.slice(0, i + 1)) / most * full, 21, kinds[i]));
+      out.push(box(start, y - 19, Math.min(1, sum(parts.slice(0, i + 1)) / most) * full, 21, kinds[i]));
     if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + 0.92 * full)} ${y + 3}l8 -24"/>`);
     const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));

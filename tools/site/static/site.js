@@ -79,16 +79,22 @@ if (typeof Search !== "undefined") {
     return before(search(query, ...terms).sort((x, y) => !!x[2] - !!y[2]), before(headings, named));
   };
   // Below a result stands some of its text, and neither code nor tables.
-  const { htmlToText, makeSearchSummary } = Search;
+  const { htmlToText } = Search;
   Search.htmlToText = (html, anchor) => {
     const page = new DOMParser().parseFromString(html, "text/html");
     for (const x of page.querySelectorAll("pre, table, nav, h1, :is(h2, h3, h4):first-child")) x.remove();
     return htmlToText(page.documentElement.outerHTML, anchor);
   };
+  // It is the part that has most of the words.
   Search.makeSearchSummary = (html, words, anchor) => {
-    const shown = makeSearchSummary(html, words, anchor) ?? document.createElement("p");
-    const has = [...words].some((x) => shown.textContent.toLowerCase().includes(x));
-    if (!has) shown.textContent = shown.textContent.replace("...", ""); // it is the beginning
+    const text = Search.htmlToText(html, anchor).replace(/\s+/g, " ").trim(), lower = text.toLowerCase();
+    const count = (start) => [...words].filter((x) => lower.slice(start, start + 160).includes(x)).length;
+    const starts = [...lower.matchAll(/ /g)].map((x) => x.index + 1).filter((i) => [...words].some((x) => lower.startsWith(x, i)));
+    const start = starts.reduce((best, x) => count(x) > count(best) ? x : best, 0);
+    const from = Math.max(0, start - 80), end = from + 260, shown = document.createElement("p");
+    const said = from ? `… ${text.slice(from, end).replace(/^\S* /, "")}` : text.slice(0, end);
+    shown.className = "context";
+    shown.textContent = end < text.length ? said.replace(/ \S*$/, " …") : said;
     return shown;
   };
   addEventListener("keydown", (event) => {

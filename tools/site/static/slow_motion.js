@@ -85,7 +85,7 @@ function judge(run, epoch) {
   if (!said.length) said.push(["The right run has the same loss after epoch 1."]);
   else if (run.overlaps) said.push([`This loss will not tell you: with twice as many steps, it ${better ? "is better than" : "comes near"} ${theirs}.`]);
   else if (better) said.push([`This loss will not tell you: by chance, it is better than ${theirs}.`]);
-  else said.push([`This loss will not tell you: your script has no right run to compare it with. (Here, the right run has ${fixed(right)}.)`]);
+  else said.push([`This loss will not tell you: your script has no right run to compare it with.`]);
   return said;
 }
 
@@ -167,11 +167,10 @@ function weight(run, steps, width, tall, wide) {
     for (const rank of RANKS) {
       const side = Math.sign(y(last, rank) - middle) * Math.max(Math.abs(y(last, rank) - middle), 7);
       out.push(line(points(rank), `line${rank}`), `<circle cx="${at(x)}" cy="${at(y(last, rank))}" r="3.5" class="rank${rank}"/>`,
-        write(x + 7, middle + side + 4, fixed(last[rank].weight, 3), "ink small"));
+        write(x + 7, middle + side + 4, `rank ${rank}`, "ink small"));
     }
   } else if (last) {
-    out.push(...RANKS.map((rank) => line(points(rank), run.averages ? "met" : "unsent")), write(width, 14, "equal", run.averages ? "ok-ink b end" : "ink b end"),
-      write(x + 7, middle + 4, fixed(last[0].weight, 3), "ink small"));
+    out.push(...RANKS.map((rank) => line(points(rank), run.averages ? "met" : "unsent")), write(width, 14, "equal", run.averages ? "ok-ink b end" : "ink b end"));
   }
   return group("weight", 0, 0, out);
 }
@@ -226,10 +225,13 @@ function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
   const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count");
   model.checked = false; // the page begins with a mistake, at the end of its run
+  const link = location.hash.match(/^#run=([01])([01])([01])&step=(\d+)$/);
+  if (link) [model, order, sampler].forEach((x, i) => x.checked = link[i + 1] === "0");
+  if (order.checked) sampler.checked = true;
   const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
   const pictures = () => frames(read(key()));
   const last = () => pictures().length - 1;
-  let index = last(), timer, width;
+  let index = link ? Math.min(Math.max(link[4] - 1, 0), last()) : last(), timer, width;
   const show = (room = drawing.clientWidth) => {
     const said = tell(read(key()), pictures()[index]), off = key().slice(0, 2);
     if (index === last() && off !== "00") said.push([off === "11" ? "Tick the lines to repair them." : "Tick the line to repair it."]);
@@ -239,12 +241,15 @@ function play(figure) {
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     start.textContent = timer ? "Pause" : "Play";
   };
+  // The address holds what is shown, to be sent.
+  const keep = () => history.replaceState(null, "", `#run=${key()}&step=${index + 1}`);
   const stop = () => timer = clearTimeout(timer);
   const go = (by) => {
     const all = last() + 1;
     index = (index + by + all) % all; // after the end comes the first
     if (index === last()) stop();
     show();
+    if (!timer) keep();
   };
   const wait = () => timer = setTimeout(() => {
     go(1);
@@ -255,7 +260,7 @@ function play(figure) {
     caption.scrollIntoView({ block: "nearest" });
   };
   start.onclick = () => {
-    if (timer) return show(stop());
+    if (timer) return keep(show(stop()));
     if (index === last()) index = 0;
     wait();
     look();
@@ -272,6 +277,7 @@ function play(figure) {
     stop();
     index = index < was.length - 1 ? like(was[index]) : last();
     was = pictures();
+    keep();
     look();
   };
   figure.onkeydown = (event) => {
@@ -284,5 +290,6 @@ function play(figure) {
   addEventListener("beforeprint", () => show(760)); // paper has room for all epochs
   addEventListener("afterprint", () => show());
   show();
+  if (link) figure.scrollIntoView();
 }
 document.querySelectorAll(".watch").forEach(play);
