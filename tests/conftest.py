@@ -145,7 +145,8 @@ def made_once(run):
     kept = functools.cache(run)
 
     def get(name, nprocs=2, hooks=()):
-        return kept(name, nprocs if name in launch.DISTRIBUTED else 1, hooks)
+        nprocs = nprocs if name in launch.DISTRIBUTED else 1
+        return kept(name, nprocs, tuple(hooks))
 
     return get
 
@@ -179,8 +180,8 @@ def typed(tmp_path_factory, request):
     """
     new = set(IN_NEW_INTERPRETERS)
     for test in request.session.items:
-        if test.get_closest_marker("full"):
-            new.add(test.callspec.params["name"])
+        if test.get_closest_marker("full") and hasattr(test, "callspec"):
+            new.add(test.callspec.params.get("name"))
 
     @functools.cache
     def run(name):

@@ -19,8 +19,11 @@ from tools.prove.inputs import PLACE, all_named, digest
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
+# What all waiting tests depend on: utils.py and its settings, tools/ and tools/run but
+# what only measures, and of tests/ all but tests, helpers and prose.
 SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
 SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
+# Files of tests, in which a list of scripts may stand
 TESTS = r"(tests|benchmarks)/.*(?<!conftest)\.py"
 LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 

@@ -232,7 +232,7 @@ def main(count, command, kill):
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("count", type=int, choices=range(1, 10), help="how many hosts")
+    parser.add_argument("count", type=int, help="how many hosts")
     parser.add_argument("--kill", metavar="TEXT", help="kill the last at this text")
     parser.add_argument("command", nargs="+", help="after --: what each of them runs")
     args = parser.parse_args()

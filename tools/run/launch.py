@@ -126,13 +126,17 @@ def start(
 
 
 def launch(script, *arguments, timeout_s=None, **how):
-    """`start` a script and wait for its end: Done."""
-    return start(script, *arguments, **how).finish(timeout_s)
+    """`start` a script and wait for its end: Done. pytest shows what it has printed."""
+    done = start(script, *arguments, **how).finish(timeout_s)
+    print(done.stdout, done.stderr)
+    return done
 
 
 def train(script, *arguments, **how):
     """`launch`, and insist that it ends well."""
-    return start(script, *arguments, **how).succeed()
+    done = launch(script, *arguments, **how)
+    assert done.returncode == 0
+    return done
 
 
 def torchrun(*words, cwd, nprocs=2, timeout_s=None, **how):

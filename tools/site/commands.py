@@ -251,8 +251,6 @@ def run_all(pages):
     record.change(drop=known.difference(proofs.values()))
     left = [command for command in proofs if proofs[command] not in known]
     print(f"{len(proofs) - len(left)} commands print what stands there, as before")
-    # Shells take longest: they are the first, so that none is left to the end alone.
-    left.sort(key=is_plain)
     with (
         tempfile.TemporaryDirectory() as tree,
         # Each worker is a process without threads, so that it may fork.

@@ -17,7 +17,7 @@ from tools.site import pages
 from tools.site.build import chapters
 from tools.site.explain import shown, sized, whys
 from tools.site.home import home
-from tools.site.side_by_side import explain, page_of, parts, slug, whole
+from tools.site.side_by_side import page_of, parts, places_of, slug, whole
 
 
 def read_all(app, env, docnames):
@@ -116,7 +116,7 @@ def make_pages(app):
     yield "index", home(), "home.html"
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
     for old, new in pairs:
-        places = explain(old, new, explained)
+        places = places_of(old, new, explained)
         context = {
             "title": f"{old} and {new} side by side",
             "old": old,

@@ -119,7 +119,7 @@ def path_between(old, new):
     return [edge for edge in edges if edges.count(edge) == 1]
 
 
-def explain(old, new, explained):
+def places_of(old, new, explained):
     """{hunk number: [(page, heading, anchor)]} of the diff between any two scripts.
 
     Where no chapter has this diff, it is those of the hunks on the way from one script

@@ -63,6 +63,8 @@ function predict(v) {
   return { job, steps, sent: buckets(job, nodes, cluster), memory, ways };
 }
 
+const times = (...seconds) => (seconds.at(-1) < 10
+  ? `${seconds.map((x) => digits(1e3 * x)).join(" of ")} ms` : `${seconds.map((x) => x.toFixed(1)).join(" of ")} s`);
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
 const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", ""), short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 const sum = (some) => some.reduce((x, y) => x + y), at = (x) => +x.toFixed(1);
@@ -81,12 +83,12 @@ function draw(v, width) {
   const x = (seconds) => left + Math.min(seconds, cut) * scale + (seconds > cut ? gap + Math.max(seconds - resumed, 0) * scale : 0);
   const put = (y, parts, kind) => parts.map((part, i) => out.push(write(left, y + 20 * i, part, kind))), fold = (parts) => wide ? [parts.join(", ")] : parts;
   const bar = ([from, to], y, height, kind) => out.push(box(x(from), y, x(to) - x(from) - (isDdp ? 1 : 0), height, kind));
-  const waits = digits(1e3 * (step - compute)), gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
+  const gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (name) => `${(100 * ways[name][1]).toFixed(1)} %`;
   const head = first === "DDP" ? [`DDP is ${percent("DDP")} efficient`]
     : [`DDP does not fit: ${first ?? "no way"} does`, `${first === way ? "" : `${way} is `}${percent(way)} efficient`];
-  const told = [`${isDdp ? "" : `with ${way}, `}GPUs wait ${waits} of ${digits(1e3 * step)} ms`, `limited by ${limit}`];
+  const told = [`${isDdp ? "" : `with ${way}, `}GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
   const hybrid = memory.find(([name]) => name === "HSDP")[1], faster = ways.HSDP[1] > ways[way][1];
   const better = faster ? [`HSDP is better: ${percent("HSDP")}`, ...fits(hybrid) ? [] : [`but needs ${digits(sum(hybrid))} GB`]] : [];
   let y = 7;
@@ -102,7 +104,7 @@ function draw(v, width) {
   for (const ends of computed.filter(isShown)) bar(ends, y + 8, 32, ends[2] ? "blue" : "plain");
   const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
   const end = x(compute), begin = x(computed[0][1]);
-  if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${waits} ms`, "red b mid"));
+  if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${times(step - compute)}`, "red b mid"));
   const above = isDdp ? 78 : 40; // from the row of the link to that of the GPUs: DDP has bands between them
   y += above + 8;
   // Red where GPUs wait, green where they compute.
@@ -136,7 +138,7 @@ function draw(v, width) {
   const what = isDdp ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "The link sends weights and gradients";
   part(50, sent.length ? what : "One GPU sends nothing", isDdp ? "green: sent during backward; red: GPUs wait" : "green: sent while GPUs compute; red: GPUs wait");
   if (between.length) put(y += 19, ["above: in a machine; below: between them"], "soft");
-  if (gap) put(y += 19, [`//: ${digits(1e3 * (resumed - cut))} ms are left out`], "soft");
+  if (gap) put(y += 19, [`//: ${times(resumed - cut)} are left out`], "soft");
   part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
   y += 22;
@@ -175,6 +177,12 @@ const PRESETS = { // steps of 32,768 tokens (8B: 16,384, 70B: 8,192) at 400 TFLO
 };
 
 function explore(picture) {
+  const site = picture.previousElementSibling.querySelector("a"); // here, this is the site
+  if (site?.previousSibling?.data?.endsWith("On ")) {
+    site.nextSibling.data = site.nextSibling.data.replace(", this", "This");
+    site.previousSibling.data = site.previousSibling.data.replace(/On $/, "");
+    site.remove();
+  }
   const figure = document.createElement("figure"), values = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[2]]));
   figure.className = "draw-one-step";
   const presets = Object.keys(PRESETS).map((name) => `<button type="button">${name}</button>`).join(" ");

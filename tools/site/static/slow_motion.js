@@ -126,6 +126,8 @@ function lanes(run, frame, left, size, wide) {
       if (frame.epoch === e) count.set(sample, [...count.get(sample) ?? [], rank]);
       parts.push(fresh ? comes(place(sample) - x, 22 - top, drawn) : drawn);
     })));
+    if (frame.epoch === e && frame.phase !== 3)
+      parts.push(box(place(4 * frame.step, w) - 1, y - 1, 4 * w + 2, 2 * h + 2, "now"));
     return parts;
   });
   const pool = [...Array(SAMPLES).keys()].map((sample) => {
@@ -176,18 +178,20 @@ function weight(run, steps, width, tall, wide) {
 }
 
 // The mean loss of each step, and what is held out; dashed in a wrong run, the right run's.
-function chart(run, frame, width, tall) {
-  const base = 24 + tall, part = width / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
+// A wide picture has it below the weights, at the same places.
+function chart(run, frame, width, tall, wide) {
+  const base = 24 + tall, part = (wide ? width - 54 : width) / EPOCHS, [, most] = ends((x) => x.loss), right = read(RIGHT);
   const points = ({ epochs }) => epochs.flatMap(({ steps }, e) => steps.map(([a, b], s) =>
-    [(e + (s + 0.5) / steps.length) * part, base - tall * mean(a.loss, b.loss) / most]));
+    [(e + (s + (wide ? 1 : 0.5)) / steps.length) * part, base - tall * mean(a.loss, b.loss) / most]));
   const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
     frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
   const drawn = points(run).slice(0, seen.length);
   const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
   if (run.key !== RIGHT) out.push(line(points(right), "dashed"), write(width, 14, "dashed: right run", "ink small end"));
   if (seen.length) {
-    const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)];
-    out.push(`<circle cx="${at(x)}" cy="${at(y)}" r="4" class="ink"/>`, write(x, y - 8, fixed(mean(a.loss, b.loss), 1), "ink small mid"));
+    const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)], falls = drawn.at(-2)?.[1] < y - 8 && x < width - 40;
+    out.push(`<circle cx="${at(x)}" cy="${at(y)}" r="4" class="ink"/>`,
+      write(falls ? x + 9 : x, falls ? y - 2 : y - 8, fixed(mean(a.loss, b.loss), 1), falls ? "ink small" : "ink small mid"));
   }
   out.push(write(0, base + 20, "held-out loss after epoch", "ink small"));
   right.epochs.forEach(({ heldOut }, e) => {
@@ -214,7 +218,7 @@ function draw(key, index, room) {
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
     [pad + half, y, gradient(gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
     [wide ? pad + half : pad + part + 20, wide ? y + 74 : y, weight(run, moved, part, wide ? 80 : 32, wide)],
-    [pad + half, below, chart(run, frame, rest, low)]];
+    [pad + half, below, chart(run, frame, rest, low, wide)]];
   const height = Math.max(below + low + 24 + 53 + pad - 4, tall + 2 * pad);
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion${wide ? " wide" : ""}" role="img" aria-label="${words}" width="${width}" height="${height}"`
     + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
