@@ -1,6 +1,6 @@
 """A plugin of pytest: a test that waits and has passed runs again if it may now fail.
 
-    pytest --all -m waits -p tools.prove.recorded
+    python -m pytest --all -m waits -p tools.prove.recorded
 
 It may if its file has changed, or what this names, what all tests share, or a script.
 If one of its parameters is a script, then only this one and those that it comes from
