@@ -180,8 +180,8 @@ def typed(tmp_path_factory, request):
     """
     new = set(IN_NEW_INTERPRETERS)
     for test in request.session.items:
-        if test.get_closest_marker("full") and hasattr(test, "callspec"):
-            new.add(test.callspec.params.get("name"))
+        if test.get_closest_marker("full"):  # its parameter is the name of a script
+            new.add(test.callspec.params["name"])
 
     @functools.cache
     def run(name):

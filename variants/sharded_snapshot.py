@@ -153,7 +153,7 @@ class Trainer:
             loss_sum += self.loss_fn(output, targets) * len(source)  # sizes may differ
         for _ in range(most - len(self.eval_data)):
             source, _ = self.eval_data.collate_fn([self.eval_data.dataset[0]])
-            self.model(source.to(self.device))  # all ranks must gather equally often
+            self.model(source)  # FSDP moves it; all ranks must gather equally often
         dist.all_reduce(loss_sum)  # adds up over ranks, in place; waits for every rank
         return loss_sum.item() / len(self.eval_data.dataset)
 

@@ -83,7 +83,10 @@ def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
 def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     """With the temperature, which is one of the parameters."""
     found = trained_on(tmp_path / "two", nodes=2, nprocs=2, batch_size=12)
-    expected = trained_on(tmp_path / "one", nodes=2, nprocs=1, batch_size=24)
+    alone = plant(
+        NAME, tmp_path / "copy", ("Gather.apply(output, self.node)", "output")
+    )
+    expected = trained_on(tmp_path / "one", 2, nprocs=1, batch_size=24, script=alone)
     assert_close(found, expected, rtol=0, atol=1e-12)
 
 
