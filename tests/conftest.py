@@ -1,4 +1,7 @@
-"""Runs that several tests look at are made once, when the first of them asks."""
+"""Options and marks, and runs that several tests look at, which are made once.
+
+Gradients are computed in forks: pytest's own process refuses them.
+"""
 
 import collections
 import functools
@@ -180,8 +183,8 @@ def typed(tmp_path_factory, request):
     """
     new = set(IN_NEW_INTERPRETERS)
     for test in request.session.items:
-        if test.get_closest_marker("full"):  # its parameter is the name of a script
-            new.add(test.callspec.params["name"])
+        if test.get_closest_marker("full"):
+            new.update(re.findall(r"\[(.*\.py)\]", test.nodeid))
 
     @functools.cache
     def run(name):

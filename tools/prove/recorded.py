@@ -1,11 +1,11 @@
-"""A plugin of pytest: a test that waits and has passed runs again if it may now fail.
+"""A plugin of pytest: a waiting test that has passed runs again if it may now fail.
 
-    python -m pytest --all -m waits -p tools.prove.recorded
+    python -m pytest --full -m "waits or full" -p tools.prove.recorded
 
 It may if its file has changed, or what this names, what all tests share, or a script.
-If one of its parameters is a script, then only this one and those that it comes from
-count. If its file has no list of scripts, then only those of the root and those that it
-names do.
+If one of its parameters is a script, then only this one, those that it comes from and
+those of the root count. If its file has no list of scripts, then only those of the root
+and those that it names do.
 """
 
 import functools

@@ -14,7 +14,7 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- code FILE: `text` `text` -->       FILE from the statement whose first line has
                                             the first text to the end of the one with
                                             the last; one text: that statement alone
-    <!-- scripts -->                          the table of the scripts
+    <!-- scripts -->                        the table of the scripts
     <!-- contents -->                       the list of all pages, by group
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well;
