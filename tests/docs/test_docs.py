@@ -186,11 +186,6 @@ NOT_FRESH = {
     "a quote of two places": (QUOTES, "`RandomSampler(`", "`sampler`"),
     "a diff in a fence": (CHAPTER, "\n## ", "\n```text\n+x\n```\n\n## "),
     "an explanation out of order": (CHAPTER, "**Why.**", "**What.**"),
-    "a line above an output wrapped": (
-        "docs/real_job.md",
-        "` instead of `",
-        "`\ninstead of `",
-    ),
 }
 
 

@@ -130,7 +130,12 @@ HELP = (
 
 @pytest.mark.parametrize("words", LINES)
 def test_bad_argument(words, tmp_path):
-    done = run_script(ROOT / NAME, *words.split(), cwd=tmp_path)
+    script = plant(
+        NAME,
+        tmp_path,
+        ("args, timeout=timedelta(minutes=5)", "args, timeout=timedelta(seconds=2)"),
+    )
+    done = run_script(script, *words.split(), cwd=tmp_path)
     assert done == (2, "", f"{ERROR}{LINES[words]}\n")
 
 
