@@ -131,6 +131,7 @@ def main():
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
         sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * world_size + rank)  # dropout differs by rank
         model.body.requires_grad_(epoch > args.frozen_epochs)
         if epoch in (epochs_run + 1, args.frozen_epochs + 1):
             ddp_model = DistributedDataParallel(model)  # it looks at that only once

@@ -139,6 +139,7 @@ def main():
 
     for epoch in range(epochs_run + 1, args.epochs + 1):
         sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * world_size + rank)  # dropout differs by rank
         model.body.requires_grad_(epoch > args.frozen_epochs)
         train(model, device, train_loader, optimizer)
         loss = test(model, device, test_loader)
