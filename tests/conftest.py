@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.helpers.checks import STANDIN, noted  # noqa: E402
 from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
-from tests.hooks.faults import in_step_80, record_in_one_piece  # noqa: E402
+from tests.hooks.faults import kill_in_step_80, record_in_one_piece  # noqa: E402
 from tests.hooks.probe import probe  # noqa: E402
 from tools.run import hosts, launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
@@ -109,7 +109,10 @@ def leave_out(mark, option, config, items):
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """The last lines that pytest prints."""
-    reasons = {"--full": "they need new interpreters", "--all": "they wait"}
+    reasons = {
+        "--full": "they need new interpreters",
+        "--all": "they take long, test the tools or need more than pip",
+    }
     for option, folders in left_out.items():
         if folders:
             counts = ", ".join(f"{count} in {name}" for name, count in folders.items())
@@ -223,9 +226,8 @@ def killed(tmp_path_factory):
             launch.batch_size(name, 64),
             cwd=folder,
             real=name in trunk(),
-            hooks=[in_step_80, record_in_one_piece],
+            hooks=[kill_in_step_80, record_in_one_piece],
             MARK=f"killed {name}",
-            IN_STEP_80="kill",
         )
         return folder, done, left_over(f"killed {name}")
 

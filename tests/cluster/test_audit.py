@@ -122,14 +122,15 @@ def test_harmless_change(tmp_path, name):
 
 # It may be right; but nothing was compared, and not because it was alone.
 INCOMPLETE = {
-    "one_rank_steps_for_all": ["AUDIT INCOMPLETE: of 2 processes, 1 made steps"]
+    "one_rank_steps_for_all": "AUDIT INCOMPLETE: of 2 processes, 1 made steps"
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(tmp_path, name):
     """What could be taken for a mistake, and is none."""
-    check_passed(*audited_training(tmp_path, name), *INCOMPLETE.get(name, ()))
+    verdict = INCOMPLETE.get(name, "AUDIT PASSED")
+    check_passed(*audited_training(tmp_path, name), verdict)
 
 
 GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
@@ -154,7 +155,7 @@ def test_clean(tmp_path, name):
     assert len(fine) > 7
 
 
-def typed(folder, *words, status, hooks=()):
+def run_audit(folder, *words, status, hooks=()):
     """Done of `python audit.py WORDS`, which ends with this exit status.
 
     It runs in new interpreters if it has no hooks.
@@ -182,7 +183,7 @@ def test_like(tmp_path, name):
     status, _, text = said.partition(" | ")
     plant(BEFORE, tmp_path)
     plant(AFTER, tmp_path, *changes)
-    done = typed(tmp_path, LIKE, *TOGETHER, status=int(status), hooks=[use_forks])
+    done = run_audit(tmp_path, LIKE, *TOGETHER, status=int(status), hooks=[use_forks])
     assert text in done.stdout + done.stderr
 
 
@@ -200,7 +201,7 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 def test_kill(tmp_path, launcher, script, changes, status, said):
     command = *launcher, plant(script, tmp_path, *changes), *SHORT
     options = "--kill=20", "--snapshot=stripes_snapshot.pt"
-    done = typed(tmp_path, *options, *command, status=status, hooks=[use_forks])
+    done = run_audit(tmp_path, *options, *command, status=status, hooks=[use_forks])
     assert said in done.stdout
 
 
@@ -226,7 +227,7 @@ def test_harmless(tmp_path):
 
 def test_typed(tmp_path, monkeypatch):
     plant(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
-    done = typed(tmp_path, "--batches=4", "--folder=kept", *TOGETHER, status=1)
+    done = run_audit(tmp_path, "--batches=4", "--folder=kept", *TOGETHER, status=1)
     for line in (
         "MISTAKE 1: all epochs have the same order of samples",
         "AUDIT: 1 mistake, 0 risks, 0 costs; ",
@@ -235,12 +236,12 @@ def test_typed(tmp_path, monkeypatch):
         "\n  the process group is destroyed at the end\n",
     ):
         assert line in done.stdout
-    again = typed(tmp_path, "--read=kept", status=1)
+    again = run_audit(tmp_path, "--read=kept", status=1)
     assert done.stdout.endswith(again.stdout)
     monkeypatch.setattr(audit, "DOCS", None)  # copied away
     [finding], *_ = audit.judge(audit.Run(tmp_path / "kept"))
     assert finding.help == "https://docs.pytorch.org/docs/stable/data.html"
-    twice = typed(tmp_path, "--folder=kept", *TOGETHER, status=2)
+    twice = run_audit(tmp_path, "--folder=kept", *TOGETHER, status=2)
     assert "holds an earlier audit" in twice.stderr
 
 
@@ -264,13 +265,13 @@ torch.compile(optimizer.step, backend="eager")()
 def test_pitfalls(tmp_path):
     """What a script may do, and a watched one, too."""
     (tmp_path / "script.py").write_text(PITFALLS)
-    done = typed(tmp_path, "--folder=.", "python", "script.py", status=0)
+    done = run_audit(tmp_path, "--folder=.", "python", "script.py", status=0)
     assert " steps on 1 rank; your command exited with 0" in done.stdout
     assert "audit itself failed" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith("AUDIT INCOMPLETE: one process")
     (status,) = tmp_path.glob("*.status")
     status.unlink()
-    done = typed(tmp_path, "--read=.", status=2)
+    done = run_audit(tmp_path, "--read=.", status=2)
     assert "AUDIT INCOMPLETE: nobody has written down how" in done.stdout
 
 
@@ -278,7 +279,7 @@ def test_ended(tmp_path):
     """SIGTERM ends the command, too."""
     kill = "import os, time; os.kill(os.getppid(), 15); time.sleep(9)"
     command = "python", "-c", f"{kill}; open('survived', 'w')"
-    typed(tmp_path, *command, status=2)
+    run_audit(tmp_path, *command, status=2)
     assert not (tmp_path / "survived").exists()
 
 
@@ -292,4 +293,4 @@ def test_ended(tmp_path):
     ],
 )
 def test_bad_input(tmp_path, words, line):
-    assert line in typed(tmp_path, *words.split(), status=2).stderr
+    assert line in run_audit(tmp_path, *words.split(), status=2).stderr

@@ -33,7 +33,7 @@ RENDEZVOUS += ",read_timeout=30,join_timeout=20"
 RESET = "RuntimeError: .*(Connection (reset|closed) by peer|Broken pipe)"
 
 
-def torchrun(script, arguments, nnodes=2, nproc=1, host="node0", conf=RENDEZVOUS):
+def words_of(script, arguments, nnodes=2, nproc=1, host="node0", conf=RENDEZVOUS):
     """The words to type. Two restarts suffice."""
     words = f"torchrun --nnodes={nnodes} --nproc-per-node={nproc} --max-restarts=2"
     words += f" --rdzv-backend=c10d --rdzv-endpoint={host}:29500 --rdzv-conf={conf}"
@@ -82,7 +82,7 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
             ("last_call_timeout=2", 1, "RendezvousConnectionError"),
             ("is_host=true", 0, "epoch 1/1"),
         ):
-            command = torchrun(
+            command = words_of(
                 ROOT / "multinode.py",
                 "1 1",
                 nnodes=1,
@@ -97,7 +97,7 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
 def test_two_hosts_train_the_model_of_one_process(runs, tmp_path):
     """No disk is shared."""
     with Hosts(2, tmp_path, own_disks=True) as hosts:
-        command = torchrun(ROOT / "multinode.py", "5 2 --batch-size=16", nproc=2)
+        command = words_of(ROOT / "multinode.py", "5 2 --batch-size=16", nproc=2)
         first, second = run_on(hosts, command)
         one, other = [host.folder / "snapshot.pt" for host in hosts]
         folder, _ = runs("single_gpu.py")
@@ -128,7 +128,7 @@ def test_a_host_dies_and_comes_back(tmp_path):
     power goes, and they learn of it when the time-out has passed. Two restarts suffice:
     to grow costs none.
     """
-    command = torchrun(impatient(tmp_path), "1000000 2", nnodes="1:2")
+    command = words_of(impatient(tmp_path), "1000000 2", nnodes="1:2")
 
     def come_back():
         other.boot()
@@ -162,14 +162,14 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
     each_rank_writes = ("if dist.get_rank() == 0:  # one rank writes", "if True:")
     script = impatient(tmp_path, each_rank_writes)
     with Hosts(3, tmp_path / "disk", own_disks=True) as (one, other, new):
-        first, second = start_on([one, other], torchrun(script, "1000000 2"))
+        first, second = start_on([one, other], words_of(script, "1000000 2"))
         first.wait_for("epoch 5/")
         one.kill()
         assert second.finish().returncode == 1
         assert "RendezvousConnectionError: The connection" in second.output
         kept = load(other.folder)["EPOCHS_RUN"]
         assert kept >= 4
-        command = torchrun(script, f"{kept + 2} 2", host="node1")
+        command = words_of(script, f"{kept + 2} 2", host="node1")
         again, _ = run_on([other, new], command)
         assert f"{kept} of {kept + 2} epochs are finished" in again.output
 
@@ -179,7 +179,7 @@ def test_a_link_is_cut(tmp_path):
 
     Cut for good, both hosts end, in bounded time, and say who did not answer.
     """
-    command = torchrun(impatient(tmp_path), "1000000 2")
+    command = words_of(impatient(tmp_path), "1000000 2")
     with Hosts(2, tmp_path / "disk") as hosts:
         first, second = start_on(hosts, command)
         other = hosts[1]

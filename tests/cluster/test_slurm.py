@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.helpers.checks import assert_same_snapshot
-from tests.hooks.faults import in_step_80, wait_in_step_80
+from tests.hooks.faults import raise_error_in_step_80, wait_in_step_80
 from tools.run import slurm_cluster
 from tools.run.launch import plant
 from tools.run.processes import PATH
@@ -123,8 +123,8 @@ def test_told_to_stop_it_saves_requeues_and_resumes_at_that_step(slurm, runs, tm
 
 def test_a_crash_is_not_requeued(slurm, tmp_path):
     no_restarts = ("--max-restarts=3", "--max-restarts=0")
-    options = "--gpus-per-node=2 --export=ALL,IN_STEP_80=raise"
-    job = Job(slurm, tmp_path, options, "5 2", [in_step_80], [no_restarts])
+    options = "--gpus-per-node=2"
+    job = Job(slurm, tmp_path, options, "5 2", [raise_error_in_step_80], [no_restarts])
     facts = job.end()
     assert "4 x cpu, batch 32 each: effective batch 128" in job.output
     assert "ValueError: planted" in job.output

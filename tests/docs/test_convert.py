@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from tests.conftest import OBSERVER
-from tests.helpers.fences import fence
+from tests.helpers.checks import fence
 from tools.run.launch import plant, run_script, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits

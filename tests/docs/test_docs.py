@@ -25,7 +25,7 @@ def text_of(page):
 
 @pytest.mark.text
 def test_a_page_has_each_command_of_a_docstring():
-    """tools.site.build then runs it, unless the page says why not."""
+    """Tests run a script's, tools.site.build mingpt's, unless the page says why not."""
     listed = []
     for page in map(parse, PAGES):
         listed += [block.text for block in [*page.commands, *page.blocks]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.fences import fence
+from tests.helpers.checks import fence
 from tools.run.launch import torchrun
 from tools.scripts import ROOT
 

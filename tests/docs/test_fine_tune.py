@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.helpers.checks import assert_same_weights
-from tests.helpers.fences import fence
+from tests.helpers.checks import assert_same_weights, fence
 from tools.run.launch import plant, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import multigpu
-from tests.helpers.fences import fence
+from tests.helpers.checks import fence
 from tools.run.launch import train
 from tools.run.results import load, losses
 from tools.scripts import ROOT

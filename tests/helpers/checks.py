@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import torch
 from torch.testing import assert_close
@@ -79,3 +80,10 @@ def assert_same_weights(place, other):
 def assert_same_snapshot(place, other):
     """Bit for bit."""
     assert same_bits(load(place), load(other))
+
+
+def fence(page, text):
+    """The Python code of a page, such as docs/predict.md, that has this text in it."""
+    fences = re.findall("(?s)```python\n(.*?)```", (ROOT / page).read_text())
+    (code,) = [fence for fence in fences if text in fence]
+    return code

@@ -22,7 +22,7 @@ def in_a_fork(function):
         with tempfile.TemporaryFile() as file:
             pid = os.fork()
             if pid == 0:
-                write(file, function, *arguments, **options)
+                write_down(file, function, *arguments, **options)
             os.waitpid(pid, 0)
             file.seek(0)
             result, failure = torch.load(file)
@@ -32,7 +32,7 @@ def in_a_fork(function):
     return call
 
 
-def write(file, function, *arguments, **options):
+def write_down(file, function, *arguments, **options):
     """In the fork: write down (result, failure) and end."""
     gc.freeze()  # or each collection would copy all that the parent has: 0.2 s
     torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort

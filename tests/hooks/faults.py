@@ -1,5 +1,6 @@
 """Something befalls a script at an exact place."""
 
+import functools
 import glob
 import os
 import signal
@@ -24,33 +25,47 @@ def in_step(script, number, befall):
     replace(script["Trainer"], "_run_batch", step)
 
 
-def in_step_80(script):
-    """In step 80, in the third epoch of five, something befalls the last rank.
+def in_step_80(befall):
+    """The hook that calls `befall(trainer)` on the last rank, in step 80.
 
-    IN_STEP_80 says what: `kill`, `raise`, `sigterm` to itself, `sigterm_to_launcher`;
-    nothing if it is not set.
-    `kill` comes once the snapshot is there, which a thread may still be writing.
-    For the last, preemptible.py waits until the launcher has passed the signal on.
+    That is in the third epoch of five.
     """
 
-    def befall(trainer):
-        what = os.environ.get("IN_STEP_80")
-        if dist.is_initialized() and dist.get_rank() != dist.get_world_size() - 1:
-            return
-        if what == "kill":
-            assert trainer.epochs_run >= trainer.save_every, "no snapshot by step 80"
-            while not glob.glob("snapshot.pt") + glob.glob("snapshot.pt.*/.metadata"):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "raise":
-            raise ValueError("planted")
-        elif what == "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif what == "sigterm_to_launcher":
-            os.kill(os.getppid(), signal.SIGTERM)
-            wait_for_signal(trainer)
+    def befall_last(trainer):
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+            befall(trainer)
 
-    in_step(script, 80, befall)
+    @functools.wraps(befall)  # `plant` finds it by its name
+    def hook(script):
+        in_step(script, 80, befall_last)
+
+    return hook
+
+
+@in_step_80
+def kill_in_step_80(trainer):
+    """Once the snapshot is there, which a thread may still be writing."""
+    assert trainer.epochs_run >= trainer.save_every, "no snapshot by step 80"
+    while not glob.glob("snapshot.pt") + glob.glob("snapshot.pt.*/.metadata"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@in_step_80
+def raise_error_in_step_80(_):
+    raise ValueError("planted")
+
+
+@in_step_80
+def sigterm_in_step_80(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@in_step_80
+def sigterm_to_launcher_in_step_80(trainer):
+    """preemptible.py waits until the launcher has passed the signal on."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    wait_for_signal(trainer)
 
 
 def wait_in_step_80(script):

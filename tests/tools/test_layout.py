@@ -3,7 +3,7 @@
 import pytest
 
 from tools.files import file_names
-from tools.prove.inputs import read
+from tools.prove.inputs import imports_and_texts
 from tools.scripts import ROOT, own_tests, variants
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
@@ -20,7 +20,7 @@ def test_nothing_imports_upwards(pattern):
     files = sorted(ROOT.glob(pattern))
     assert files
     for file in files:
-        modules, _ = read(file.read_text())
+        modules, _ = imports_and_texts(file.read_text())
         assert not {name.partition(".")[0] for name in modules} & ABOVE[pattern], file
 
 

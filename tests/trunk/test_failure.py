@@ -7,7 +7,11 @@ import signal
 import pytest
 
 from tests.helpers.checks import assert_same_snapshot
-from tests.hooks.faults import in_step_80, killed_attempts, record_in_one_piece
+from tests.hooks.faults import (
+    killed_attempts,
+    raise_error_in_step_80,
+    record_in_one_piece,
+)
 from tools.run.launch import ENTRY, launch, start
 from tools.run.processes import descendants, wait_until
 from tools.run.results import load
@@ -28,9 +32,7 @@ def test_a_rank_that_is_killed_is_named(killed, name):
 
 
 def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
-    done = launch(
-        "multigpu.py", 5, 2, cwd=tmp_path, hooks=[in_step_80], IN_STEP_80="raise"
-    )
+    done = launch("multigpu.py", 5, 2, cwd=tmp_path, hooks=[raise_error_in_step_80])
     assert done.returncode == 1
     assert "-- Process 1 terminated with the following error:" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: planted")
@@ -46,8 +48,7 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
         2,
         cwd=tmp_path,
         real=True,
-        hooks=[in_step_80, record_in_one_piece],
-        IN_STEP_80="raise",
+        hooks=[raise_error_in_step_80, record_in_one_piece],
     )
     assert done.returncode == 1
     # In all of the report: torchrun counts in seconds, and may take the lost connection

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.conftest import VISIBLE
-from tests.helpers.checks import assert_same_snapshot, hooks_to_compare
+from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
 from tests.hooks.accelerators import share_one_gpu
-from tools.run.launch import HOOKS, environment, plant, task_of, train
+from tools.run.launch import environment, plant, task_of, train
 from tools.run.processes import Program
 from tools.run.results import load, losses
 from tools.scripts import ROOT, SCRIPTS
@@ -43,7 +43,7 @@ NOISE = r"USDT:.*|.*Warning: Profiler clears events.*\n  _warn_once\("
 if KIND == "standin":
     NOISE += "|.*Time stats are currently only collected for CPU and CUDA devices.*"
     NOISE += r"|(WARNING|INFO|ERROR):.*\.cpp:.*"  # CUDA's profiler finds no GPU
-    ENV = {"PYTHONPATH": ROOT / "tests" / "standin", "STANDIN_DEVICES": 1}
+    ENV = {**STANDIN, "STANDIN_DEVICES": 1}
     REAL = False
 ONE = {"nprocs": 1, "real": REAL, **ENV}
 needs_gpu = pytest.mark.skipif(
@@ -54,12 +54,12 @@ TEXT = ["--data", ROOT / "LICENSE", "--cache", "tokens"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_gpu(request):
+def gpu_or_standin(request):
     if KIND == "standin":
         request.getfixturevalue("standin")
 
 
-def assert_close(found, expected, rtol=1e-3):
+def assert_near(found, expected, rtol=1e-3):
     """Losses are the same, as far as devices round alike."""
     assert len(found) > 0
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
@@ -86,7 +86,7 @@ def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path):
     done = train(name, 5, 2, "--batch-size", 64, cwd=tmp_path, hooks=hooks, **ONE)
     assert f"1 x {KIND}, batch 64 each: effective batch 64" in done.stdout
     _, on_the_cpu = runs(task_of(name), 1, hooks)
-    assert_close(losses(done), losses(on_the_cpu))
+    assert_near(losses(done), losses(on_the_cpu))
     assert re.sub(f"(?m)^({NOISE})?\n", "", done.stderr) == ""
 
 
@@ -125,7 +125,7 @@ def test_two_ranks_share_the_gpu(runs, name, tmp_path):
     done = train(name, 5, 2, cwd=tmp_path, real=REAL, hooks=hooks, **ENV)
     assert f"2 x {KIND}, " in done.stdout
     _, on_the_cpu = runs(name)
-    assert_close(losses(done), losses(on_the_cpu))
+    assert_near(losses(done), losses(on_the_cpu))
 
 
 CPU = {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
@@ -151,7 +151,7 @@ def test_mingpt_trains_as_on_the_cpu(tmp_path):
         folder = tmp_path / "-".join(["gpu", *more])
         done = gpt(*FP32, *more, cwd=folder, nprocs=1)
         assert f"1 x {KIND}, " in done.stdout
-        assert_close(printed(done), on_the_cpu, rtol=1e-2)
+        assert_near(printed(done), on_the_cpu, rtol=1e-2)
         words = "-m mingpt.sample --tokens 20 --prompt The"
         text = run(*words.split(), cwd=folder).stdout
         assert text.startswith("The")
@@ -163,7 +163,7 @@ def stopped_and_resumed(folder, *options):
     whole = folder / "whole"
     parts = folder / "parts"
     expected = gpt(*options, cwd=whole)
-    script = [HOOKS / "gpt.py"]
+    script = [ROOT / "tests/helpers/stopped_gpt.py"]
     gpt(*options, cwd=parts, script=script, status=os.EX_TEMPFAIL, **ENV)
     found = gpt(*options, cwd=parts)
     return expected, found, whole / "mingpt.pt", parts / "mingpt.pt"
@@ -184,7 +184,7 @@ def test_compiled_mingpt_resumes_after_sigterm(precision, tmp_path):
         tmp_path, "--precision", precision, "--compile", "on"
     )
     assert load(parts)["STEPS_RUN"] == load(whole)["STEPS_RUN"]
-    assert_close(printed(found)[-1:], printed(expected)[-1:], rtol=1e-2)
+    assert_near(printed(found)[-1:], printed(expected)[-1:], rtol=1e-2)
 
 
 def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
@@ -206,7 +206,7 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
 
     on_the_gpu = converted(tmp_path / "gpu", 1)
     on_the_cpu = converted(tmp_path / "cpu", 1, "--no-cuda")
-    assert_close(on_the_gpu, on_the_cpu, rtol=1e-2)
+    assert_near(on_the_gpu, on_the_cpu, rtol=1e-2)
     assert converted(tmp_path / "two", 2, "--no-cuda") == on_the_cpu
 
 

@@ -63,7 +63,10 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
 
 
 def test_the_group_is_on_the_ranks_device(tmp_path):
-    """NCCL of PyTorch 2.15 would take a number that another launcher has left."""
+    """NCCL of PyTorch 2.15 would take a number that another launcher has left.
+
+    The stand-in would then refuse two ranks on one device.
+    """
     train("multigpu.py", 1, 1, cwd=tmp_path, LOCAL_RANK=1, **STANDIN)
 
 

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from tests.conftest import needs_hosts
-from tests.helpers.checks import STANDIN, assert_same_losses, assert_same_weights, noted
-from tests.helpers.fences import fence
+from tests.helpers.checks import (
+    STANDIN,
+    assert_same_losses,
+    assert_same_weights,
+    fence,
+    noted,
+)
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.fsdp import limit_memory, note_held

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: F401
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.checks import assert_same_snapshot, help_of
-from tests.helpers.fences import fence
+from tests.helpers.checks import assert_same_snapshot, fence, help_of
 from tests.helpers.forked import in_a_fork
 from tools.run.launch import train
 from tools.scripts import ROOT

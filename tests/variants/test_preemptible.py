@@ -12,7 +12,11 @@ import torch.distributed as dist
 from tests.helpers.checks import assert_same_snapshot, assert_same_weights
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace
-from tests.hooks.faults import in_step, in_step_80
+from tests.hooks.faults import (
+    in_step,
+    sigterm_in_step_80,
+    sigterm_to_launcher_in_step_80,
+)
 from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
 from tools.run.launch import command, launch, plant, train
@@ -77,9 +81,8 @@ def test_sigterm_to_torchrun(runs, tmp_path):
         cwd=tmp_path,
         real=True,
         changes=[("worker_init_fn=", options)],
-        hooks=[in_step_80],
+        hooks=[sigterm_to_launcher_in_step_80],
         MARK=tmp_path,
-        IN_STEP_80="sigterm_to_launcher",
     )
     assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
@@ -120,16 +123,10 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
 
     Here it does so after 1 s, and not after 30 s. (In a fork, torchrun would wait.)
     """
-    script = plant(NAME, tmp_path / "copy", hooks=[slow_save, in_step_80])
+    script = plant(NAME, tmp_path / "copy", hooks=[slow_save, sigterm_in_step_80])
     _, *arguments = command(script, 5, 5)  # of torchrun
     words = ["python", ROOT / "tests/helpers/impatient_torchrun.py", *arguments]
-    done = Program(
-        words,
-        tmp_path,
-        real=True,
-        PYTHONPATH=tmp_path / "copy",
-        IN_STEP_80="sigterm",
-    ).finish()
+    done = Program(words, tmp_path, real=True, PYTHONPATH=tmp_path / "copy").finish()
     assert "preempted after 1280 samples of the epoch" in done.stdout
     assert re.search(r"exitcode +: 75 ", done.stderr), "torchrun was not told itself"
     assert position(tmp_path) == (2, 1280)

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.checks import import_script, noted, stack
-from tests.helpers.fences import fence
+from tests.helpers.checks import fence, import_script, noted, stack
 from tests.hooks import replace, write
-from tests.hooks.faults import in_step_80
+from tests.hooks.faults import kill_in_step_80
 from tools.run.launch import launch, objects_of, train
 from tools.run.processes import left_over
 from tools.run.results import load
@@ -184,8 +183,7 @@ def test_a_killed_rank_leaves_no_worker(tmp_path):
         2,
         cwd=tmp_path,
         real=True,
-        hooks=[in_step_80],
-        IN_STEP_80="kill",
+        hooks=[kill_in_step_80],
         MARK=tmp_path,
     )
     assert done.returncode == 1

@@ -14,10 +14,10 @@ from tests.helpers.checks import (
     assert_same_losses,
     assert_same_snapshot,
     assert_same_weights,
+    fence,
     import_script,
     noted,
 )
-from tests.helpers.fences import fence
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.models import changes_objects, float64

@@ -5,8 +5,14 @@ from textwrap import indent
 import pytest
 import torch
 
-from tests.helpers.checks import STANDIN, assert_same_losses, help_of, noted, replicas
-from tests.helpers.fences import fence
+from tests.helpers.checks import (
+    STANDIN,
+    assert_same_losses,
+    fence,
+    help_of,
+    noted,
+    replicas,
+)
 from tests.hooks import replace
 from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
@@ -69,7 +75,10 @@ def test_any_split_continues_any_other(tmp_path, model):
 
 
 def test_whole_weights_stay_equal_in_a_replica(tmp_path):
-    """Though each rank rounds gradients otherwise, as some of a GPU's kernels do."""
+    """Though each rank rounds gradients otherwise, as some of a GPU's kernels do.
+
+    If they drifted apart, the check before the snapshot would end the run.
+    """
 
     def round_otherwise(script):
         def make_optimizer(inner, model):

@@ -47,7 +47,7 @@ def named_in(text):
     return set().union(*(files_by_name().get(name, ()) for name in names))
 
 
-def read(code):
+def imports_and_texts(code):
     """(the names of what a Python program imports, its texts but docstrings)."""
     imports = []
     texts = []
@@ -71,7 +71,7 @@ def named_by(name):
         return set()
     text = (ROOT / name).read_text()
     if name.endswith(".py"):
-        imports, texts = read(text)
+        imports, texts = imports_and_texts(text)
         text = " ".join(imports if name.startswith("tools/") else imports + texts)
     return named_in(f"{text} {Path(name).parent}/__init__.py")
 
@@ -94,7 +94,7 @@ def digest_of_file(name):
     return record.digest([name, (ROOT / name).read_bytes().hex()])
 
 
-def digest(files, *texts):
+def digest_of_files(files, *texts):
     """A hash of texts and of what is in files."""
     files = sorted({*files} - {str(record.GREEN.relative_to(ROOT))})
     return record.digest([*texts, *map(digest_of_file, files)])

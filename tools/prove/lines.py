@@ -223,7 +223,7 @@ def prove(edge, only="", full=False):
     left = [mutant for mutant in to_try if full or mutant not in proofs]
     print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
 
-    # The others
+    # Run what is left
     bad = []
     if left:
         from tools.run import warm  # noqa: F401  once here, not in each worker
@@ -233,7 +233,8 @@ def prove(edge, only="", full=False):
         tests = [to_try[mutant] for mutant in left]
         results = pool.map(try_mutant, itertools.repeat(child), left, tests)
         for mutant, result in zip(left, results, strict=True):
-            report(child, mutant, result, bad)
+            line = report(child, mutant, result)
+            print(line, flush=True)
             killer = result["killer"]
             old = proofs.pop(mutant, None)
             new = []
@@ -241,6 +242,8 @@ def prove(edge, only="", full=False):
                 tests = [function_of(killer)]
                 proofs[mutant] = make_proof(edge, text, mutant, tests, killer)
                 new = [proofs[mutant]]
+            else:
+                bad.append(line)
             record.change(add=new, drop=[old])
     if not only:
         record.change(drop={*known}.difference(proofs.values()))
@@ -249,15 +252,12 @@ def prove(edge, only="", full=False):
     return not bad
 
 
-def report(child, mutant, result, bad):
-    """Print one line, which is `bad` unless a test has failed."""
+def report(child, mutant, result):
+    """The line that says which test has failed, if any."""
     verdict = result["killer"] or "NO TEST FAILS WITHOUT IT"
     if result["no_verdict"] and not result["killer"]:
         verdict = f"NO VERDICT: {', '.join(result['no_verdict'])}"
-    line = f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
-    print(line, flush=True)
-    if not result["killer"]:
-        bad.append(line)
+    return f"{child}:{mutant.line:<4} {mutant.kind:9} {mutant.what[:70]:70} {verdict}"
 
 
 # A proof names what it depends on.

@@ -15,7 +15,7 @@ import pytest
 
 from tools.files import file_names
 from tools.prove import record
-from tools.prove.inputs import PLACE, all_named, digest
+from tools.prove.inputs import PLACE, all_named, digest_of_files
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
@@ -25,7 +25,7 @@ SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
 SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
 # Files of tests, in which a list of scripts may stand
 TESTS = r"(tests|benchmarks)/.*(?<!conftest)\.py"
-LISTS = r"\b(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
+LISTS = r"(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}
 passed = set()
@@ -44,7 +44,7 @@ def depends_on(file, about):
     elif re.search(LISTS, code):
         files.update(SCRIPTS)
     shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
-    return digest(files.union(shared, trunk()))
+    return digest_of_files(files.union(shared, trunk()))
 
 
 def proof_of(item):

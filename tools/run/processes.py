@@ -54,6 +54,8 @@ def temporary_folder():
 
 def clean_env(**extra):
     """The environment without a launcher's, and with `extra`; None means not set."""
+    for name in extra:
+        assert name.isupper(), f"{name!r} is no option, and no variable"
     env = {**os.environ}
     for name in NOT_INHERITED:
         env.pop(name, None)

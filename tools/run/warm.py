@@ -3,8 +3,8 @@
 A new interpreter spends some 4 CPU seconds on that. A fork computes the same bits, but
 it does not show how an interpreter starts or ends.
 
-Import this module before any tensor is computed: a pool of threads does not survive a
-fork.
+Read `fork` and `become` first. Import this module before any tensor is computed: a pool
+of threads does not survive a fork.
 """
 
 import atexit

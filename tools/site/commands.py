@@ -15,10 +15,16 @@ from pathlib import Path
 
 from tools.files import copy_tree, edit, file_names
 from tools.prove import record
-from tools.prove.inputs import PLACE, all_named, digest, named_in, read
+from tools.prove.inputs import (
+    PLACE,
+    all_named,
+    digest_of_files,
+    imports_and_texts,
+    named_in,
+)
 from tools.prove.record import Proof
 from tools.run.processes import Program, TimedOut, left_over
-from tools.scripts import ROOT, docstring
+from tools.scripts import ROOT, SCRIPTS, docstring
 
 CUT = "[...]"  # stands for what is not shown: lines, and HIDDEN in a line
 TIMEOUT_S = int(os.environ.get("DOCS_TIMEOUT_S", 240))  # the longest takes about 30 s
@@ -52,13 +58,12 @@ def same(one, other):
 
     Nor where lines were cut: of several processes, they come in any order.
     """
-
     words, numbers = words_and_numbers(one)
     other_words, other_numbers = words_and_numbers(other)
     if words != other_words:
         return False
     pairs = zip(numbers, other_numbers, strict=True)
-    return all(math.isclose(number, other, rel_tol=1e-3) for number, other in pairs)
+    return all(math.isclose(*pair, rel_tol=1e-3) for pair in pairs)
 
 
 def words_and_numbers(lines):
@@ -204,8 +209,7 @@ def commands_of(pages):
 
     tests/trunk/test_training.py::test_learns runs those, or a script's own tests do.
     """
-    scripts = [*ROOT.glob("*.py"), *ROOT.glob("variants/*.py")]
-    tested = "\n".join(map(docstring, scripts)).splitlines()
+    tested = "\n".join(docstring(ROOT / name) for name in SCRIPTS).splitlines()
     found = []
     for page in pages:
         found += [block for block in page.blocks if block.kind == "run"]
@@ -223,10 +227,10 @@ def proof_of(command, shown):
     texts = [command.page.lines[command.line - 1], command.text, *shown]
     for name, text in command.page.files.items():
         texts += [name, text]
-        code += sum(read(text), []) if name.endswith(".py") else [text]
+        code += sum(imports_and_texts(text), []) if name.endswith(".py") else [text]
     files = all_named(named_in(" ".join(code)))
     files.update(name for name in file_names() if re.fullmatch(RUNS_THEM, name))
-    return Proof(command.page.name, command.text, PLACE, digest(files, *texts))
+    return Proof(command.page.name, command.text, PLACE, digest_of_files(files, *texts))
 
 
 def run_all(pages):

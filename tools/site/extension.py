@@ -17,7 +17,7 @@ from tools.site import pages
 from tools.site.build import chapters
 from tools.site.explain import shown, sized, whys
 from tools.site.home import home
-from tools.site.side_by_side import page_of, parts, places_of, slug, whole
+from tools.site.side_by_side import id_of, page_of, parts, places_of, whole
 
 
 def read_all(app, env, docnames):
@@ -106,7 +106,7 @@ def make_pages(app):
         "edges": ALL_EDGES,
         "ancestry": ancestry,
         "parents": PARENTS,
-        "slug": slug,
+        "id_of": id_of,
         "page_of": page_of,
         "chapters": {name: chapters(name, explained) for name in PARENTS},
         "title_of": pages.title,

@@ -19,12 +19,12 @@ from tools.scripts import ROOT, ancestry, tree
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
 
 
-def slug(name):
+def id_of(name):
     return name.removesuffix(".py").replace("/", "-")
 
 
 def page_of(old, new):
-    return f"side_by_side/{slug(old)}--{slug(new)}"
+    return f"side_by_side/{id_of(old)}--{id_of(new)}"
 
 
 # Lines and their words

@@ -66,7 +66,7 @@ def record():
         changes = [*SCENE, *itertools.compress(SWITCHES, map(int, off))]
         with tempfile.TemporaryDirectory() as name:
             how = {"cwd": Path(name), "changes": changes, "hooks": [note_steps]}
-            done = launch("multigpu.py", 3, 3, "--batch-size", 4, real="", **how)
+            done = launch("multigpu.py", 3, 3, "--batch-size", 4, **how)
             key = "".join(off)
             if done.returncode:
                 found[key] = done.stderr.strip().splitlines()[-1]
