@@ -66,8 +66,8 @@ ON_A_PHONE = """async () => {
             all("article :is(.highlight-diff pre, .table-wrapper)")
             .filter((x) => x.scrollWidth > x.clientWidth
                 && style(x, "::before").content === "none"),
-        "wraps": all(".highlight-console pre")
-            .filter((x) => style(x).whiteSpace !== "pre"),
+        "is cut": all(".highlight-console pre:not(.columns)")
+            .filter((x) => x.scrollWidth > x.clientWidth),
         "is an option that wraps": all("article code .pre")
             .filter((x) => /^--?\\w/.test(x.innerText) && x.innerText.length < 30
                 && x.getClientRects().length > 1),
@@ -86,7 +86,7 @@ SCROLLS = "all => all.some((x) => x.scrollWidth > x.clientWidth)"
 
 
 def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, address):
-    """Nor does it cut a diff, wrap an output or an option, scroll a table without a
+    """Nor does it cut a diff or an output, wrap an option, scroll a table without a
     word, or move its text when a picture comes."""
     tab = visit("index.html")
     for name in [*KINDS, *NAMES]:

@@ -26,6 +26,7 @@ html_context = {"site_url": html_baseurl, "repository_url": repository}
 root_doc = "0_intro"
 include_patterns = ["*.md"]
 smartquotes_action = "qe"  # no D: it would make a dash of --nodes
+myst_enable_extensions = ["tasklist"]
 myst_heading_anchors = 6  # tools.site.pages.slug gives the same anchors
 
 templates_path = ["templates"]

@@ -201,8 +201,8 @@ function explore(picture) {
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
-    command.innerHTML = `python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
-      + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`.replace(/--\S+ \S+/g, "<span>$&</span>");
+    command.innerHTML = (`python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
+      + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`).replace(/--\S+ \S+/g, "<span>$&</span>");
   };
   const read = () => {
     const asked = new URLSearchParams(location.hash.slice(1)), ignored = [];

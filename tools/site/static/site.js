@@ -21,9 +21,19 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
 // An option does not break behind its hyphens.
 for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent));
 
+// An output in columns scrolls, and others wrap.
+for (const pre of all(".highlight-console pre")) pre.classList.toggle("columns", /\S {3}/.test(pre.textContent));
+
 // The empty corner of a table is no header.
 for (const header of all("article th"))
   if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));
+
+// A phone stacks the cells of a table of sentences, each with its column's name.
+for (const table of all("article table")) {
+  const names = [...table.querySelectorAll("thead :is(th, td)")].map((x) => x.textContent), cells = [...table.querySelectorAll("tbody td")];
+  if (names.length > 2 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.className = "stacks";
+  for (const cell of cells) cell.dataset.name = names[cell.cellIndex];
+}
 
 const landmarks = { ".sidebar-drawer": "All pages", ".toc-drawer": "On this page" };
 for (const [selector, name] of Object.entries(landmarks)) {

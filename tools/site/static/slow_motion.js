@@ -48,7 +48,7 @@ function tell(run, frame) {
 // For how many milliseconds Play shows them. Later steps say little that is new.
 function time(run, frame) {
   const words = tell(run, frame).map(([said]) => said).join(" ").split(" ").length;
-  return frame.step && frame.phase === 2 ? 1000 : Math.min(5000, 1000 + 120 * words);
+  return frame.step && frame.phase === 2 ? 2500 : Math.min(5000, 1000 + 120 * words);
 }
 
 function happened(run, { epoch, step, phase }) {
@@ -122,7 +122,7 @@ function lanes(run, frame, left, size, wide) {
     steps.forEach((step, s) => RANKS.forEach((rank) => step[rank].taken.forEach((sample, i) => {
       const x = place(4 * s + i, w), top = y + rank * h, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
       if (!begun(e, s)) return parts.push(box(x, top, w, h, "empty"));
-      const drawn = square(x, top, w, sample, kind, h), fresh = frame.epoch === e && frame.step === s && frame.phase !== 1 && frame.phase !== 3;
+      const drawn = square(x, top, w, sample, kind, h), fresh = frame.epoch === e && frame.step === s && (frame.phase === 0 || frame.phase === 2 && (e || s));
       if (frame.epoch === e) count.set(sample, [...count.get(sample) ?? [], rank]);
       parts.push(fresh ? comes(place(sample) - x, 22 - top, drawn) : drawn);
     })));
@@ -229,13 +229,10 @@ function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
   const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count");
   model.checked = false; // the page begins with a mistake, at the end of its run
-  const link = location.hash.match(/^#run=([01])([01])([01])&step=(\d+)$/);
-  if (link) [model, order, sampler].forEach((x, i) => x.checked = link[i + 1] === "0");
-  if (order.checked) sampler.checked = true;
   const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
   const pictures = () => frames(read(key()));
   const last = () => pictures().length - 1;
-  let index = link ? Math.min(Math.max(link[4] - 1, 0), last()) : last(), timer, width;
+  let index = last(), timer, width;
   const show = (room = drawing.clientWidth) => {
     const said = tell(read(key()), pictures()[index]), off = key().slice(0, 2);
     if (index === last() && off !== "00") said.push([off === "11" ? "Tick the lines to repair them." : "Tick the line to repair it."]);
@@ -244,6 +241,17 @@ function play(figure) {
     caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     start.textContent = timer ? "Pause" : "Play";
+  };
+  const follow = () => {
+    const link = location.hash.match(/^#run=([01])([01])([01])&step=(\d+)$/);
+    if (!link) return;
+    stop();
+    [model, order, sampler].forEach((x, i) => x.checked = link[i + 1] === "0");
+    if (order.checked) sampler.checked = true;
+    index = Math.min(Math.max(link[4] - 1, 0), last());
+    was = pictures();
+    show();
+    figure.scrollIntoView();
   };
   // The address holds what is shown, to be sent.
   const keep = () => history.replaceState(null, "", `#run=${key()}&step=${index + 1}`);
@@ -293,7 +301,8 @@ function play(figure) {
   addEventListener("resize", () => drawing.clientWidth === width || show());
   addEventListener("beforeprint", () => show(760)); // paper has room for all epochs
   addEventListener("afterprint", () => show());
+  addEventListener("hashchange", follow);
   show();
-  if (link) figure.scrollIntoView();
+  follow();
 }
 document.querySelectorAll(".watch").forEach(play);
