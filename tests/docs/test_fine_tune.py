@@ -48,6 +48,13 @@ def test_any_number_of_processes_goes_on_from_any_epoch(tune, tmp_path):
     assert_same_weights(tuned, at_once)
 
 
+def test_each_rank_draws_other_numbers_in_each_epoch(tune, tmp_path):
+    """Else all would drop the same units, if the model had dropout."""
+    plant(PRETRAIN, tmp_path)
+    draw = "        loss = test(", "        print(torch.rand(1))\n        loss = test("
+    assert len({*tune(plant(TUNE, tmp_path, draw)).splitlines()}) == 30
+
+
 def test_a_thawed_layer_has_a_rate_of_its_own(tune, tmp_path):
     """Adam's first step moves a weight by its rate, whatever the gradient is."""
     tune(TUNE, "--epochs", 1, "--frozen-epochs", 0, "--batch-size", 256, nprocs=1)
