@@ -331,7 +331,7 @@ wrong = the optimizer was made before the model was sharded
 why = fully_shard() replaces the model's parameters. The optimizer holds the old ones,
     which get no gradients.
 fix = Make the optimizer after the last call of fully_shard().
-help = 7_sharding.md#give-the-optimizer-the-new-parameters
+help = 7_sharding.md#shard-each-block-then-the-model
 see = distributed.fsdp.fully_shard.html
 
 [hidden]
@@ -342,7 +342,7 @@ wrong = FSDP does not find the outputs of the model
 why = It looks for tensors in what forward() returns, to know when gradients come. In an
     object of your own it finds none, so that the gradients are not averaged.
 fix = Return tensors, or a tuple, list, dict or dataclass that PyTorch can look into.
-help = 7_sharding.md#avoid-what-goes-wrong-in-silence
+help = shard_your_model.md#use-the-same-parameters-on-all-ranks
 see = distributed.fsdp.fully_shard.html
 
 [learns]
