@@ -22,11 +22,11 @@ from collections import namedtuple
 
 import torch
 
-from benchmarks import report, variants
+from benchmarks import report
 from benchmarks.measured_epoch import sent_by_cards
 from mingpt import options, train
 from tools.cli import error
-from tools.run.hosts import Hosts
+from tools.run.hosts import Hosts, why_not
 from tools.run.processes import temporary_folder
 from tools.scripts import ROOT
 from variants.diloco import OuterOptimizer
@@ -123,7 +123,7 @@ def reach(curve, loss):
 
 
 def main(args):
-    reason = variants.why_no_networks("cpu")
+    reason = why_not()
     if reason:
         error(reason)
     report.print_setting(f"{args.steps} steps of DDP, {MBIT} Mbit/s each way", "torch")

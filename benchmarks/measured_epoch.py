@@ -1,20 +1,14 @@
 """A job that is large enough to be measured, and what an epoch of it takes each rank.
 
-The job is the script's own, or that of the module TASK, but its model has a body in
-front: four hidden layers of WIDTH, which pause for PAUSE_S in forward, and twice as
-long in backward. There are TRAIN_SAMPLES samples. The figures of the last epoch go to
-measured.RANK.json. Nothing is saved.
-
-With GIVE_BACK set, no process keeps memory for later. Without it, how much glibc keeps
-is a matter of chance. With it, training is slower.
+The job is the script's own, but its model has a body in front: four hidden layers of
+WIDTH, which pause for PAUSE_S in forward, and twice as long in backward. There are
+TRAIN_SAMPLES samples. The figures of the last epoch go to measured.RANK.json. Nothing
+is saved.
 """
 
 import ctypes
-import gc
-import importlib
 import json
 import os
-import re
 import time
 from pathlib import Path
 
@@ -25,33 +19,27 @@ from torch.distributed.tensor import parallel
 from torch.utils.data import Subset
 
 CLONE_NEWNET = 0x40000000  # setns(2)
-M_MMAP_THRESHOLD = -3  # mallopt(3)
-STATUS = Path("/proc/self/status")
 LIBC = ctypes.CDLL(None, use_errno=True)
 init_process_group = dist.init_process_group
 
 
 def measure(script):
     """Make the job large, and write down what its last epoch takes."""
-    before = 0  # bytes of memory before there is a model
     figures = {}
 
     class Trainer(script["Trainer"]):
         def _run_epoch(self, epoch):
             meet()
             sent_before = sent_bytes()
-            begin_peak(self.device)
             meet()
             began = time.perf_counter()
             computed_before = time.thread_time()
             loss = super()._run_epoch(epoch)  # ends when all ranks have ended
             sizes = [weight.numel() for weight in self.model.parameters()]
             figures["weights"] = sum(sizes)
-            figures["loss"] = loss
             figures["seconds"] = time.perf_counter() - began
             # In the main thread
             figures["computes"] = time.thread_time() - computed_before
-            figures["peak_bytes"] = peak_bytes(self.device, before)
             meet()
             figures["sent_bytes"] = sent_bytes() - sent_before
             return loss
@@ -64,26 +52,16 @@ def measure(script):
         def _save_snapshot(self):
             self.model.state_dict()  # FSDP2 takes back what an evaluation has gathered
 
-    task = script
-    if "TASK" in os.environ:
-        task = vars(importlib.import_module(os.environ["TASK"]))
-    its_objects = task["load_train_objs"]
+    its_objects = script["load_train_objs"]
 
     def load_train_objs():
-        nonlocal before
         train_set, eval_set, model, loss_fn = its_objects()
-        gc.collect()
-        before = memory("VmRSS")
         put_body_into(model, train_set)
         return repeated(train_set), eval_set, model, loss_fn
 
     script["Trainer"] = Trainer
     script["load_train_objs"] = load_train_objs
-    script["make_optimizer"] = task["make_optimizer"]
     dist.init_process_group = in_its_network
-    if "GIVE_BACK" in os.environ and hasattr(LIBC, "mallopt"):
-        LIBC.malloc_trim(0)  # what it has kept so far
-        LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)  # each tensor gets pages of its own
 
 
 def cut_layers(script):
@@ -177,7 +155,7 @@ def in_its_network(*arguments, **options):
         if "store" not in options:  # as torch does it
             store, rank, world_size = next(dist.rendezvous("env://"))
             options |= {"store": store, "rank": rank, "world_size": world_size}
-        network = networks()[options["rank"] % len(networks())]
+        network = networks()[options["rank"]]
         with open(network) as file:
             if LIBC.setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns", network)
@@ -185,12 +163,8 @@ def in_its_network(*arguments, **options):
 
 
 def sent_bytes():
-    """What the cards of this rank's network have sent, shared among its ranks."""
-    if not dist.is_initialized():
-        return 0
-    if not networks():
-        return float("nan")
-    return sent_by_cards() * len(networks()) / dist.get_world_size()
+    """What the cards of this rank's network have sent; NaN if it has none."""
+    return sent_by_cards() if networks() else float("nan")
 
 
 def sent_by_cards():
@@ -201,26 +175,3 @@ def sent_by_cards():
         _, _, numbers = card.partition(":")
         total += int(numbers.split()[8])  # after eight columns of what has come
     return total
-
-
-def memory(key):
-    """A number of proc_pid_status(5) in bytes, not counting pages of files."""
-    if not STATUS.exists():
-        return float("nan")
-    kilobytes = dict(re.findall(r"(\w+):\s+(\d+) kB", STATUS.read_text()))
-    return 1024 * (int(kilobytes[key]) - int(kilobytes["RssFile"]))
-
-
-def begin_peak(device):
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-    elif STATUS.exists():
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes(device, before):
-    """The peak of what training takes; of an accelerator, what torch has allocated."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated()
-    return memory("VmHWM") - before

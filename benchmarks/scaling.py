@@ -5,7 +5,7 @@
 In weak scaling each rank keeps its batch, and in strong scaling the ranks share it out.
 The efficiency compares what a rank does with what one rank does alone. Each rank has
 one thread. "computes" is the share of a step in which its main thread has the CPU, for
-forward, backward and optimizer. It waits in the rest. Of a GPU this share says nothing.
+forward, backward and optimizer. It waits in the rest. All of this runs on CPUs.
 
 As root on Linux, two hosts with a rank each then scale weakly over links of 1000, 300
 and 100 Mbit/s each way. The layers pause there, as if a device computed, because on
@@ -16,16 +16,14 @@ the model and the rate of the link. Nothing is fitted.
 
 import atexit
 import functools
+import json
 import statistics
 from pathlib import Path
 
-import torch
-
-import utils
-from benchmarks import report, variants
+from benchmarks import measured_epoch, report
 from cluster.predict import Cluster, Job, predict
 from tools.run import launch
-from tools.run.hosts import Hosts
+from tools.run.hosts import Hosts, why_not
 from tools.run.launch import DISTRIBUTED
 from tools.run.processes import end_all, temporary_folder
 
@@ -37,6 +35,38 @@ PAYLOAD = 1448 / 1514  # of an Ethernet frame, not counting the headers of IP an
 LATENCY = 1e-4  # seconds, from one network namespace to another
 PAUSE_S = 0.01  # of each of four layers in forward, twice as long in backward
 LAYERS = 7  # that fsdp.py gathers one after the other
+WIDTH = 512  # of the model's hidden layers
+TIMEOUT_S = 1800  # that one run of a script may take
+
+
+def run(name, folder, ranks, samples, batch_size, hosts=(), **env):
+    """The figures of the last epoch of a script, as measured_epoch.py explains them.
+
+    They are the mean of all ranks; the seconds are those of the slowest. samples: of an
+    epoch. hosts: one for each rank, or none.
+    """
+    for file in folder.glob("measured.*.json"):
+        file.unlink()
+    networks = " ".join(f"/proc/{host.pid}/ns/net" for host in hosts)
+    if hosts:
+        env["GLOO_SOCKET_IFNAME"] = "eth0"
+    words = [2, 2, "--device", "cpu", "--batch-size", batch_size]
+    launch.train(
+        name,
+        *words,
+        cwd=folder,
+        nprocs=ranks,
+        hooks=[measured_epoch.measure, measured_epoch.cut_layers],
+        timeout_s=TIMEOUT_S,
+        **{"NETWORKS": networks, "WIDTH": WIDTH, "TRAIN_SAMPLES": samples, **env},
+    )
+    files = folder.glob("measured.*.json")
+    of_ranks = [json.loads(file.read_text()) for file in files]
+    figures = {}
+    for key in of_ranks[0]:
+        figures[key] = statistics.fmean(rank[key] for rank in of_ranks)
+    figures["seconds"] = max(rank["seconds"] for rank in of_ranks)
+    return figures
 
 
 def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
@@ -45,16 +75,14 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
     parts: what the batch is divided by. pause_s: the pause of a layer in forward.
     rate: of the hosts' links, with a rank on each.
     """
-    device = utils.device_type("auto", distributed=True)
     its_hosts = hosts if rate else []
     for host in its_hosts:
         host.slow(f"{rate}mbit")
-    edge = variants.Edge(name, folder / "edge", its_hosts, device, ranks)
     batch = args.batch_size // parts
-    options = launch.options_of(name, ranks)
+    samples = batch * ranks * args.steps
     size = launch.batch_size(name, batch * ranks, ranks)
     env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-    found = edge.run(name, batch * ranks * args.steps, size, *options, **env)
+    found = run(name, folder, ranks, samples, size, its_hosts, **env)
     for key in ("seconds", "computes", "sent_bytes"):
         found[key] /= args.steps
     return found | {"speed": batch / found["seconds"]}
@@ -105,15 +133,14 @@ def take_turns(name, job, rows, columns, rounds):
 
 
 def main(args):
-    device = utils.device_type("auto", distributed=True)
-    why = variants.why_no_networks(device)
-    most = 4 if device == "cpu" else torch.accelerator.device_count()
-    counts = [2**power for power in range(1, most.bit_length())]
-    rows = {"1 rank": {}}  # {row: options of `measure`}
-    for ranks in counts:
-        rows[f"{ranks} ranks"] = {"ranks": ranks}
-    for ranks in counts:
-        rows[f"{ranks}, strong"] = {"ranks": ranks, "parts": ranks}
+    why = why_not()
+    rows = {  # {row: options of `measure`}
+        "1 rank": {},
+        "2 ranks": {"ranks": 2},
+        "4 ranks": {"ranks": 4},
+        "2, strong": {"ranks": 2, "parts": 2},
+        "4, strong": {"ranks": 4, "parts": 4},
+    }
     links = {"2 devices": {"ranks": 2, "pause_s": PAUSE_S}}
     for rate in RATES:
         links[f"hosts, {rate}M"] = {"ranks": 2, "rate": rate, "pause_s": PAUSE_S}

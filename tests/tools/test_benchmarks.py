@@ -8,33 +8,31 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import diloco, gpt, variants
+from benchmarks import diloco, gpt, scaling
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
+from tests.conftest import needs_hosts
 from tests.helpers.forked import in_a_fork
 from tools.run.hosts import Hosts
 from tools.run.processes import Program
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
-reason = variants.why_no_networks("cpu")
-needs_networks = pytest.mark.skipif(reason is not None, reason=str(reason))
 BYTES_OF_GRADIENTS = 4 * 809_001  # the model's weights, with its hidden layers
 
 
-@needs_networks
-@pytest.mark.parametrize("hosts", [1, 3])
-def test_the_bytes_of_a_ring_are_counted(tmp_path, hosts):
+@needs_hosts
+def test_the_bytes_of_a_ring_are_counted(tmp_path):
     """Each of W ranks sends 2 (W - 1) / W times the gradients, and TCP's headers."""
-    with Hosts(hosts, tmp_path) as found:
-        three = variants.Edge("multigpu.py", tmp_path / "edge", found, "cpu", 3)
+    with Hosts(3, tmp_path) as hosts:
         # Two steps, in which each of three ranks takes 8 samples
-        figures = three.run("multigpu.py", 2 * 3 * 8, 8)
+        samples = 2 * 3 * 8
+        figures = scaling.run("multigpu.py", tmp_path, 3, samples, 8, hosts)
     ring = 2 * (2 * (3 - 1) / 3 * BYTES_OF_GRADIENTS)  # in two steps
     assert ring < figures["sent_bytes"] < 1.06 * ring
 
 
-@needs_networks
+@needs_hosts
 def test_scaling_is_measured_and_predicted():
     command = "python -m benchmarks.scaling variants/fsdp.py"
     command += " --rounds=3 --steps=2 --batch-size=256"
@@ -51,7 +49,7 @@ def test_scaling_is_measured_and_predicted():
     assert all(abs(int(percent)) <= 25 for percent in errors)
 
 
-@needs_networks
+@needs_hosts
 def test_diloco_sends_less(tmp_path):
     """An outer step sends what DDP sends in each of its steps."""
     steps = diloco.LOCAL_STEPS * 2
