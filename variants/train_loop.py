@@ -122,14 +122,12 @@ class TrainLoop:
         With 0, as `torch.cuda.device_count()` may say, any mode trains on the CPU.
         """
         self.callbacks = callbacks or self.callbacks or ()
-        self.total_epochs = whole("num_epochs", num_epochs)
+        self.total_epochs = num_epochs
         if num_gpus == 0 and self.device_name == "auto":
             self.device_name = "cpu"
             num_gpus = None
         elif num_gpus == -1:  # all
             num_gpus = None
-        if num_gpus is not None:
-            num_gpus = whole("num_gpus", num_gpus)
         self.nprocs = 1
         self.store_at = None
         if self.gpu_mode in ("single", "dp"):
@@ -196,12 +194,6 @@ class TrainLoop:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaling)
         if self.snapshot_path:
             self._load_snapshot()
-        own = {self.model, self.optimizer, self.scheduler}
-        for callback in self.callbacks:  # such as a scheduler that would begin anew
-            parts = vars(callback).values()
-            states = {part for part in parts if hasattr(part, "state_dict")}
-            if states - own and type(callback).state_dict is Callback.state_dict:
-                self._print(f"{callback.state_key}: no snapshot has all of its state")
         self._train()
         if self.test_loader:
             test_data = self._share_out(self.test_loader)
@@ -472,12 +464,6 @@ def find_master():
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as reason:
         utils.error(f"several machines need MASTER_ADDR and MASTER_PORT: {reason}")
-
-
-def whole(name, value):
-    if not str(value).isdecimal() or int(value) < 1:
-        utils.error(f"{name} {value!r} is no whole number above 0")
-    return int(value)
 
 
 def check(loop, world_size):
