@@ -164,11 +164,8 @@ def in_its_network(*arguments, **options):
 
 def sent_bytes():
     """What the cards of this rank's network have sent; NaN if it has none."""
-    return sent_by_cards() if networks() else float("nan")
-
-
-def sent_by_cards():
-    """Bytes that the cards of this thread's network have sent."""
+    if not networks():
+        return float("nan")
     _, _, *cards = Path("/proc/thread-self/net/dev").read_text().splitlines()
     total = 0
     for card in cards:

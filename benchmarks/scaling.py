@@ -39,7 +39,7 @@ WIDTH = 512  # of the model's hidden layers
 TIMEOUT_S = 1800  # that one run of a script may take
 
 
-def run(name, folder, ranks, samples, batch_size, hosts=(), **env):
+def run(name, folder, ranks, samples, batch_size, *options, hosts=(), **env):
     """The figures of the last epoch of a script, as measured_epoch.py explains them.
 
     They are the mean of all ranks; the seconds are those of the slowest. samples: of an
@@ -50,7 +50,7 @@ def run(name, folder, ranks, samples, batch_size, hosts=(), **env):
     networks = " ".join(f"/proc/{host.pid}/ns/net" for host in hosts)
     if hosts:
         env["GLOO_SOCKET_IFNAME"] = "eth0"
-    words = [2, 2, "--device", "cpu", "--batch-size", batch_size]
+    words = [2, 2, "--device", "cpu", "--batch-size", batch_size, *options]
     launch.train(
         name,
         *words,
@@ -82,7 +82,7 @@ def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
     samples = batch * ranks * args.steps
     size = launch.batch_size(name, batch * ranks, ranks)
     env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-    found = run(name, folder, ranks, samples, size, its_hosts, **env)
+    found = run(name, folder, ranks, samples, size, hosts=its_hosts, **env)
     for key in ("seconds", "computes", "sent_bytes"):
         found[key] /= args.steps
     return found | {"speed": batch / found["seconds"]}
