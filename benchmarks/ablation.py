@@ -1,25 +1,21 @@
 """What each change from GPT-2 to the model of 2026 buys, measured on a small model.
 
-    python -m benchmarks.ablation              print the table of ablation.csv
-    python -m benchmarks.ablation --measure    measure anew, for half an hour, before
+    python -m benchmarks.ablation    print the table of ablation.csv
 
 A change is what one heading of docs/modern_gpt.md explains. Each is put into model.py
-alone ("one in") and taken out of modern.py alone ("one out"). Five seeds of each are
+alone ("one in") and taken out of modern.py alone ("one out"). Five seeds of each were
 trained as long as model.py: for as many tokens, and for as much time.
 """
 
 import csv
 import functools
 import statistics
-import tempfile
 import types
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import report
 from tools.diffs import hunks
-from tools.run.processes import Program
-from tools.scripts import ROOT, read_lines
+from tools.scripts import read_lines
 from tools.site import pages
 
 OLD, NEW = "mingpt/model.py", "mingpt/modern.py"
@@ -36,12 +32,9 @@ WIDTH = 64
 BLOCK = 64
 BATCH = 12
 STEPS = 300  # about half a pass over the text
-OPTIONS = ["--device=cpu", "--precision=fp32", "--compile=off"]
-OPTIONS += [f"--n-embd={WIDTH}", f"--block-size={BLOCK}", f"--batch-size={BATCH}"]
 SEEDS = range(5)
-# The learning rate is chosen with another seed, for each end with each optimizer.
+# The learning rate was chosen with another seed, for each end with each optimizer.
 RATES = (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
-RATE_SEED = 100
 # Student's t for 5 seeds: beyond it, a difference comes by chance 1 time in 100.
 CLEAR = 4.604
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -91,55 +84,6 @@ def load(variant):
     return module
 
 
-def tuned(variant):
-    """The variant whose learning rate this one takes: the same end and optimizer."""
-    if variant.endswith("Muon"):
-        return variant
-    if variant.startswith(("one out", "modern")):
-        return "modern.py"
-    return "model.py"
-
-
-def train(variant, seed, lr, steps):
-    """The loss on the whole validation text, and tokens per second, of mingpt.train."""
-    words = ["python", "-m", "mingpt.train", "--model=variant", *OPTIONS]
-    words += [f"--seed={seed}", f"--lr={lr}", "--snapshot-path=run.pt"]
-    words += [f"--steps={steps}", f"--eval-every={steps}"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "variant.py").write_text(variants()[variant])
-        Program(words, folder, PYTHONPATH=ROOT, OMP_NUM_THREADS=1).succeed()
-        metrics = (folder / "run.metrics.csv").read_text().splitlines()
-    (row,) = csv.DictReader(metrics)
-    return float(row["val loss"]), float(row["tokens/s"])
-
-
-def measure():
-    """Make all runs, one after the other, and write them to RESULTS."""
-    runs = []
-    speeds = {}  # {variant: the median of its runs at equal tokens}
-
-    def add(kind, variant, *how):
-        loss, tokens_per_s = train(variant, *how)
-        runs.append(Run(kind, variant, *how, loss))
-        print(runs[-1], flush=True)
-        return tokens_per_s
-
-    for variant in dict.fromkeys(map(tuned, variants())):
-        for lr in RATES:
-            add("rate", variant, RATE_SEED, lr, STEPS)
-    for variant in variants():
-        lr = best_rate(runs, variant)
-        found = [add("tokens", variant, seed, lr, STEPS) for seed in SEEDS]
-        speeds[variant] = statistics.median(found)
-        as_long = round(STEPS * speeds[variant] / speeds["model.py"])
-        for seed in SEEDS:
-            add("time", variant, seed, lr, as_long)
-    with RESULTS.open("w") as file:
-        file.writelines(f"# {line}\n" for line in report.setting("torch"))
-        csv.writer(file, lineterminator="\n").writerows([Run._fields, *runs])
-
-
 def read():
     """(the lines about the machine, all runs) of RESULTS."""
     machine, versions, _, *rows = RESULTS.read_text().splitlines()
@@ -155,8 +99,8 @@ def select(runs, kind, variant):
 
 
 def best_rate(runs, variant):
-    """The learning rate with the lowest loss of the variant `tuned`."""
-    tried = select(runs, "rate", tuned(variant))
+    """The learning rate with the lowest loss."""
+    tried = select(runs, "rate", variant)
     return min(tried, key=lambda run: run.loss).lr
 
 
@@ -211,8 +155,4 @@ def print_half(runs, kind):
 
 
 if __name__ == "__main__":
-    parser = report.make_parser(__doc__)
-    parser.add_argument("--measure", action="store_true", help="measure anew")
-    if parser.parse_args().measure:
-        measure()
     print_table(*read())
