@@ -7,7 +7,7 @@ Type the time of a step on one GPU, the size of the model and the link of a mach
 
 or what variants/profiled.py has measured: --measure TRACE.json --link 100Gbit. Each
 GPU keeps its batch (weak scaling), so the efficiency is the time of a step on one GPU
-divided by its time on all. --table compares links from InfiniBand to the internet.
+divided by its time on all.
 
 --link is what ONE machine sends in one direction, all its cards together. Type what you
 have measured, because a link seldom carries what its name says. The prediction leaves
@@ -32,14 +32,6 @@ Job = namedtuple("Job", "compute backward gradients weights layers accumulate bu
 # machine to machine; algorithm: of all-reduce, ring or tree, or None for the faster.
 Cluster = namedtuple("Cluster", "gpus link inside latency jitter algorithm")
 Step = namedtuple("Step", "compute bandwidth latency stragglers")  # seconds
-LINKS = [  # for --table: name, rate, latency in µs, GPUs in a machine
-    ("InfiniBand, 8 x 400 Gbit/s", "3200Gbit", 10, 8),
-    ("InfiniBand, 400 Gbit/s", "400Gbit", 10, 8),
-    ("Ethernet, 100 Gbit/s", "100Gbit", 15, 8),
-    ("Ethernet, 10 Gbit/s", "10Gbit", 50, 8),
-    ("internet, 100 Mbit/s", "100Mbit", 30_000, 1),
-]
-TABLE_GPUS = (8, 64, 512, 4096, 100_000)
 PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -203,30 +195,6 @@ def print_rows(nodes, ways, job, cluster):
         print(f"{row} {parts}  {limit}")
 
 
-def print_table(ways, job, cluster):
-    """Efficiency over LINKS, and the first power of two of machines below 50 %."""
-    heads = " ".join(f"{gpus:>7,}" for gpus in TABLE_GPUS)
-    print(f"{'link of a machine, GPUs:':26} way  {heads}  below 50 % at")
-    for (name, link, latency_us, gpus), way in itertools.product(LINKS, ways):
-        here = cluster._replace(gpus=gpus, link=rate(link), latency=latency_us / 1e6)
-        cells = ""
-        for count in TABLE_GPUS:
-            efficiency, _ = judge(predict(way, job, count // gpus, here))
-            cells += f" {efficiency:7.1%}"
-        print(f"{name:26} {way:4}{cells}  {below_half(way, job, here)}")
-
-
-def below_half(way, job, cluster):
-    """Of how many GPUs less than half the time computes, in powers of two of nodes."""
-    nodes = 1
-    while nodes * cluster.gpus <= TABLE_GPUS[-1]:
-        efficiency, _ = judge(predict(way, job, nodes, cluster))
-        if efficiency < 0.5:
-            return f"{nodes * cluster.gpus:,} GPUs"
-        nodes *= 2
-    return "-"
-
-
 def rate(text):
     """Bytes/s of a text such as 100Gbit, 10 Gbit/s or 25GB/s."""
     found = re.fullmatch(r"([\d.]+) ?([kMGT]?)(bit|B)(/s)?", text)
@@ -289,13 +257,12 @@ def main():
     parser.add_argument("--nodes", type=count, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--way", choices=[*WAYS, "all"], default="all")
     parser.add_argument("--algorithm", choices=["ring", "tree"], help="(the faster)")
-    parser.add_argument("--table", action="store_true", help="compare many links")
     args = parser.parse_args()
     if args.measure:
         is_clear = not args.step_ms and not args.parameters
     else:
         is_clear = args.step_ms and args.parameters
-    if not is_clear or not (args.link or args.table):
+    if not is_clear or not args.link:
         parser.error("give --link, and --step-ms with --parameters or else --measure")
     step_ms = args.step_ms
     parameters = args.parameters
@@ -324,10 +291,7 @@ def main():
         algorithm=args.algorithm,
     )
     ways = WAYS if args.way == "all" else [args.way]
-    if args.table:
-        print_table(ways, job, cluster)
-    else:
-        print_rows(args.nodes, ways, job, cluster)
+    print_rows(args.nodes, ways, job, cluster)
 
 
 if __name__ == "__main__":
