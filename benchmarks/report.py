@@ -29,26 +29,19 @@ def make_parser(doc, **counts):
     return parser
 
 
-def setting(*packages):
-    """Two lines: the machine, and the versions of Python and of `packages`."""
+def print_setting(plan, *packages):
+    """Print the command, the machine, the versions, and `plan`, a line in words."""
+    module = Path(sys.argv[0]).stem
+    command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = re.findall("model name.*: (.+)", info.read_text())
         processor = [*names, processor][0]
     found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    return [
-        f"machine   {processor}, {os.cpu_count()} cores, {platform.system()}",
-        f"versions  python {platform.python_version()}, {', '.join(found)}",
-    ]
-
-
-def print_setting(plan, *packages):
-    """Print the command, the machine, the versions, and `plan`, a line in words."""
-    module = Path(sys.argv[0]).stem
-    command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
     print(f"command   {shlex.join(command)}")
-    print(*setting(*packages), sep="\n")
+    print(f"machine   {processor}, {os.cpu_count()} cores, {platform.system()}")
+    print(f"versions  python {platform.python_version()}, {', '.join(found)}")
     print(f"plan      {plan}", flush=True)
 
 
