@@ -13,13 +13,10 @@ from tools.scripts import (
     SCRIPTS,
     commands,
     docstring,
+    tree,
 )
 
 ALL = [*ALL_EDGES, ("single_gpu.py", "multinode.py")]
-
-
-def text(name):
-    return (ROOT / name).read_text()
 
 
 @pytest.mark.text
@@ -66,7 +63,7 @@ def function_names(body):
 
 def names(path):
     """(names of the functions of a file in their order, of its Trainer's methods)."""
-    body = ast.parse(text(path)).body
+    body = tree(path).body
     (trainer,) = (node for node in body if getattr(node, "name", "") == "Trainer")
     return function_names(body), function_names(trainer.body)
 
@@ -85,7 +82,7 @@ def test_docstring(name):
     """It names its parent, and a command that runs this very file."""
     parent = PARENTS[name]
     assert f"Parent: {parent or 'none'}" in docstring(ROOT / name)
-    assert commands(name) or "__main__" not in text(name)
+    assert commands(name) or "__main__" not in (ROOT / name).read_text()
     if name in SCRIPTS:
         module = name.removesuffix(".py").replace("/", ".")
         for words in commands(name):
