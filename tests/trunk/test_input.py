@@ -20,11 +20,9 @@ TRUNK = ["single_gpu.py", "multigpu.py", "multinode.py"]  # each way of starting
 
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
-    "5": "the following arguments are required: save_every",
     "0 1": "argument total_epochs: '0' is not a whole number above 0",
     "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
     "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
-    "5 1 --speed 2": "unrecognized arguments: --speed 2",
     "5 1 --snapshot-path no/s.pt": "cannot write 'no/s.pt': [Errno 2] No such file",
     "5 1 --snapshot-path /proc/s.pt": "cannot write '/proc/s.pt': ",
     "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
