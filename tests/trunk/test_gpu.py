@@ -190,8 +190,6 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
         tmp_path / "copy",
         (seed, f"{seed}    torch.set_default_dtype(torch.float64)\n"),
         ("nn.Dropout(0.2)", "nn.Dropout(0.0)"),
-        ("nn.BatchNorm2d(8)", "nn.Identity()"),  # its share is another batch
-        ("nn.BatchNorm2d(16)", "nn.Identity()"),
     )
 
     def converted(folder, *options):
