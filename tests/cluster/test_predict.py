@@ -20,7 +20,6 @@ ONE = Cluster(
 )
 JOB = "--step-ms 180 --parameters 124e6"
 BAD = [
-    "",
     JOB,
     "--link 1Gbit",
     f"{JOB} --link 0Gbit",

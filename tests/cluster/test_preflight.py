@@ -216,11 +216,10 @@ def test_names_and_clocks(tmp_path):
 
 def test_bad_input(tmp_path):
     hosts = "--hosts=node0,node1 --rdzv-endpoint=node0:29500 --nnodes=2"
-    started_by_torchrun = {"LOCAL_RANK": 0}
     for said, words, env in (
         ("torchrun: ", "--nnodes=two", {}),
         ("no script", f"{hosts} multinode.py 50", {}),
-        ("no script", "", started_by_torchrun),
+        ("no script", "", {"LOCAL_RANK": 0}),  # as torchrun starts it
         ("has to name all, this host", hosts, {}),
     ):
         words = ["python", ROOT / NAME, *words.split()]

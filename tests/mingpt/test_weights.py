@@ -79,7 +79,6 @@ def test_transformers_loads_what_save_gpt2_saves(transformers, tmp_path):
     # Nothing in the weights tells the number of heads: the config beside them does.
     again = load_gpt2(file, dropout=0.2, checkpoint=True)
     assert again.config == replace(config, dropout=0.2, checkpoint=True)
-    check_same(again.eval(), theirs)
 
 
 def test_loads_old_files(theirs, tmp_path):

@@ -5,22 +5,18 @@ import ast
 import pytest
 
 from tools.diffs import changed_lines
-from tools.scripts import ALL_EDGES, PARENTS, ROOT, SCRIPTS, commands, docstring
+from tools.scripts import (
+    ALL_EDGES,
+    EDGES,
+    PARENTS,
+    ROOT,
+    SCRIPTS,
+    commands,
+    docstring,
+    tree,
+)
 
 ALL = [*ALL_EDGES, ("single_gpu.py", "multinode.py")]
-METHODS = [
-    "__init__",
-    "train",
-    "_run_epoch",
-    "_run_batch",
-    "_evaluate",
-    "_save_snapshot",
-    "_load_snapshot",
-]
-
-
-def text(name):
-    return (ROOT / name).read_text()
 
 
 @pytest.mark.text
@@ -67,23 +63,18 @@ def function_names(body):
 
 def names(path):
     """(names of the functions of a file in their order, of its Trainer's methods)."""
-    body = ast.parse(text(path)).body
+    body = tree(path).body
     (trainer,) = (node for node in body if getattr(node, "name", "") == "Trainer")
     return function_names(body), function_names(trainer.body)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_order(name):
-    functions, methods = names(name)
-    assert in_order(METHODS, methods)
-    expected = ["load_train_objs", "make_optimizer", "prepare_dataloader", "main"]
-    if "ddp_setup" in functions:
-        expected.insert(0, "ddp_setup")
-    assert in_order(expected, functions)
-    if SCRIPTS[name]:
-        parents_functions, parents_methods = names(SCRIPTS[name])
-        assert in_order(parents_functions, functions)
-        assert in_order(parents_methods, methods)
+@pytest.mark.parametrize(("parent", "child"), EDGES)
+def test_order(parent, child):
+    """Each function and each method keeps its name and its place."""
+    parents_functions, parents_methods = names(parent)
+    functions, methods = names(child)
+    assert in_order(parents_functions, functions)
+    assert in_order(parents_methods, methods)
 
 
 @pytest.mark.parametrize("name", PARENTS)
@@ -91,7 +82,7 @@ def test_docstring(name):
     """It names its parent, and a command that runs this very file."""
     parent = PARENTS[name]
     assert f"Parent: {parent or 'none'}" in docstring(ROOT / name)
-    assert commands(name) or "__main__" not in text(name)
+    assert commands(name) or "__main__" not in (ROOT / name).read_text()
     if name in SCRIPTS:
         module = name.removesuffix(".py").replace("/", ".")
         for words in commands(name):

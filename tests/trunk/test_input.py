@@ -1,6 +1,5 @@
 """Bad input: one line, exit status 2, before anything starts, every file as it was."""
 
-import collections
 import os
 import pathlib
 import pickle
@@ -15,18 +14,15 @@ from torch.optim import SGD
 import utils
 from tests.helpers.checks import help_of
 from tools.run.launch import launch, run_script, torchrun, train
-from tools.run.results import load
 from tools.scripts import ROOT
 
 TRUNK = ["single_gpu.py", "multigpu.py", "multinode.py"]  # each way of starting
 
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
-    "5": "the following arguments are required: save_every",
     "0 1": "argument total_epochs: '0' is not a whole number above 0",
     "5 1.5": "argument save_every: '1.5' is not a whole number above 0",
     "5 1 --batch-size 0": "argument --batch-size/--batch_size: '0' is not a whole",
-    "5 1 --speed 2": "unrecognized arguments: --speed 2",
     "5 1 --snapshot-path no/s.pt": "cannot write 'no/s.pt': [Errno 2] No such file",
     "5 1 --snapshot-path /proc/s.pt": "cannot write '/proc/s.pt': ",
     "5 1 --snapshot-path new/": "cannot write 'new/': that names no file",
@@ -130,11 +126,9 @@ def test_accelerators_that_do_not_answer(machine, line_of):
 
 def test_more_processes_than_accelerators(machine, line_of):
     assert utils.choose_nprocs("auto") == 2
-    assert utils.choose_nprocs("auto", 3) == 3
     machine("cuda", 4)
     assert utils.choose_nprocs("auto") == 4
     assert utils.choose_nprocs("auto", 3) == 3
-    assert utils.choose_nprocs("cpu") == 2
     assert utils.choose_nprocs("cpu", 8) == 8
     line = line_of(utils.choose_nprocs, "auto", 5)
     assert line == "5 processes, 4 accelerators: try more with --device cpu"
@@ -287,7 +281,7 @@ def test_what_no_run_can_load(line_of):
         optimizer.state[model.bias] = {"all": [1, {"of": part}]}
         return line_of(utils.check_state, [], model, optimizer, "s.pt")
 
-    for part in (numpy.float64(0), collections.deque(), OwnTensor(1)):
+    for part in (numpy.float64(0), OwnTensor(1)):
         start = f"no run can load {part!r}"[:60]
         assert line(torch.nn.Linear(1, 1), part).startswith(start)
     assert line(Tokenizer(1, 1)).startswith("no run can load PosixPath(")
@@ -305,6 +299,14 @@ def test_the_parent_loads_no_data(tmp_path):
 # The snapshot
 
 
+def snapshot_of(model, optimizer=SGD):
+    return {
+        "MODEL_STATE": model.state_dict(),
+        "OPTIMIZER_STATE": optimizer(model.parameters(), lr=0.1).state_dict(),
+        "EPOCHS_RUN": 1,
+    }
+
+
 @pytest.mark.parametrize("kind", ["cut", "pickle", "MODEL_STATE", "OPTIMIZER_STATE"])
 def test_not_a_snapshot(kind, tmp_path, line_of):
     path = tmp_path / "snapshot.pt"
@@ -318,14 +320,11 @@ def test_not_a_snapshot(kind, tmp_path, line_of):
 
 
 @pytest.mark.parametrize("name", TRUNK)
-def test_snapshot_of_another_model(name, runs, copy_of):
-    folder, _ = runs("single_gpu.py")
-    path = copy_of(folder)
-    snapshot = load(path)
-    snapshot["MODEL_STATE"]["weight"] = torch.zeros(1, 30)
-    torch.save(snapshot, path)
+def test_snapshot_of_another_model(name, tmp_path):
+    path = tmp_path / "snapshot.pt"
+    torch.save(snapshot_of(torch.nn.Linear(30, 1)), path)
     before = path.read_bytes()
-    done = launch(name, 9, 1, cwd=path.parent)
+    done = launch(name, 9, 1, cwd=tmp_path)
     line = "snapshot.pt belongs to another model: choose another --snapshot-path"
     assert done.stderr.count(f"{name}: error: {line}\n") == 1
     if name == "multinode.py":  # torchrun adds a report
@@ -339,18 +338,10 @@ def test_snapshot_of_another_model(name, runs, copy_of):
     assert path.read_bytes() == before
 
 
-def check(model=None, saved=SGD, mine=SGD, **buffers):
-    """`utils.check_snapshot` of a snapshot of one optimizer for another.
-
-    buffers: those of the snapshot that are not the model's.
-    """
-    model = model or torch.nn.Linear(2, 1)
-    snapshot = {
-        "MODEL_STATE": model.state_dict() | buffers,
-        "OPTIMIZER_STATE": saved(model.parameters(), lr=0.1).state_dict(),
-    }
-    optimizer = mine(model.parameters(), lr=0.1)
-    utils.check_snapshot(snapshot, model, optimizer, "s.pt")
+def check(saved, model, optimizer=SGD):
+    """Check the snapshot `saved` for a model and an optimizer."""
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    utils.check_snapshot(saved, model, optimizer, "s.pt")
 
 
 def test_a_model_whose_modules_stand_in_another_order(line_of):
@@ -358,8 +349,7 @@ def test_a_model_whose_modules_stand_in_another_order(line_of):
     layer = torch.nn.Linear(2, 2)
     saved = torch.nn.ModuleDict({"first": layer, "second": layer})
     mine = torch.nn.ModuleDict({"second": layer, "first": layer})
-    snapshot = {"MODEL_STATE": saved.state_dict()}
-    line = line_of(utils.check_snapshot, snapshot, mine, None, "s.pt")
+    line = line_of(check, snapshot_of(saved), mine)
     assert line.startswith("s.pt belongs to another model: ")
 
 
@@ -367,7 +357,9 @@ def test_a_buffer_may_have_another_shape():
     """Such as a table that grows, or what an observer of quantization has seen."""
     model = torch.nn.Linear(2, 1)
     model.register_buffer("table", torch.ones(2))
-    check(model, table=torch.ones(3))
+    saved = snapshot_of(model)
+    model.table = torch.ones(3)
+    check(saved, model)
 
 
 def test_a_snapshot_of_wrapped_layers_fits():
@@ -376,20 +368,22 @@ def test_a_snapshot_of_wrapped_layers_fits():
     wrap.apply_activation_checkpointing(
         model, check_fn=lambda module: isinstance(module, torch.nn.Linear)
     )
-    check(model)
+    check(snapshot_of(model), model)
 
 
 def test_a_snapshot_that_fits(capsys):
+    model = torch.nn.Linear(2, 1)
+
     def scheduled(parameters, lr):
         optimizer = SGD(parameters, lr)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         optimizer.param_groups[0]["lr"] = lr / 10
         return optimizer
 
-    check(saved=scheduled, mine=scheduled)
+    check(snapshot_of(model, scheduled), model, scheduled)
     assert not capsys.readouterr().out, "a scheduler sets the rate itself"
-    check(saved=scheduled)
+    check(snapshot_of(model, scheduled), model)
     line = "lr is 0.01 as in s.pt, not 0.1 as here\n"
     assert capsys.readouterr().out == line
-    check(mine=lambda parameters, lr: SGD(parameters, 1))
+    check(snapshot_of(model), model, lambda parameters, lr: SGD(parameters, 1))
     assert capsys.readouterr().out == "lr is 0.1 as in s.pt, not 1 as here\n"

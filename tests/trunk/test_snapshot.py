@@ -17,8 +17,7 @@ from tests.helpers.checks import assert_same_snapshot, noted
 from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.notes import note_device, note_memory
-from tools.run.launch import DISTRIBUTED, launch, start, train
-from tools.run.processes import wait_until
+from tools.run.launch import DISTRIBUTED, launch, train
 from tools.run.results import load
 
 
@@ -62,57 +61,51 @@ def test_what_is_complete_is_never_removed(tmp_path, monkeypatch, fault):
     assert torch.load(left, weights_only=False) == snapshot
 
 
-def test_a_link_stays_a_link_through_which_another_run_is_seen(tmp_path):
-    """A run that has read what the other saved may replace it."""
+def test_two_runs_do_not_save_to_one_path(tmp_path, capsys):
+    """The first that would replace what the other has saved since ends instead.
+
+    A run that has read what the other saved may replace it. All this also holds for a
+    path that is a link, and stays one.
+    """
     path = tmp_path / "snapshot.pt"
     link = tmp_path / "link.pt"
     link.symlink_to(path)
 
-    def save():
-        snapshot = {"MODEL_STATE": {}, "OPTIMIZER_STATE": {}}
+    def save(epochs_run):
+        snapshot = {"MODEL_STATE": {}, "OPTIMIZER_STATE": {}, "EPOCHS_RUN": epochs_run}
         utils.save_atomically(snapshot, str(link))
 
-    save()
+    save(1)
     assert link.is_symlink()
     os.utime(path, (1, 1))  # as if another run had saved since
     with pytest.raises(SystemExit):
-        save()
-    utils.read_snapshot(str(link))
-    save()
-
-
-def test_two_runs_do_not_save_to_one_path(runs, tmp_path):
-    """The first that would replace what the other has saved since ends instead."""
-    path = tmp_path / "snapshot.pt"
-    run = start("multigpu.py", 10**6, 1, cwd=tmp_path)
-    wait_until(path.exists)
-    other, _ = runs("multinode.py")
-    # With its own time: the clock of a disk ticks too slowly to tell two saves apart.
-    shutil.copy2(other / "snapshot.pt", tmp_path / "other")
-    os.replace(tmp_path / "other", path)
-    done = run.finish()
-    assert done.returncode == 2
-    assert done.stderr.startswith("multigpu.py: error: another run saves to ")
-    assert_same_snapshot(path, other)
+        save(2)
+    assert load(path)["EPOCHS_RUN"] == 1
     (mine,) = tmp_path.glob("snapshot.pt.*")  # nothing that was trained is lost
-    assert f"this run's is {mine}" in done.stderr
-    assert load(mine)["EPOCHS_RUN"] > 1
+    assert load(mine)["EPOCHS_RUN"] == 2
+    line = f"error: another run saves to {path}, too: this run's is {mine}\n"
+    assert capsys.readouterr().err.endswith(line)
+    utils.read_snapshot(str(link))
+    save(3)
+    assert load(path)["EPOCHS_RUN"] == 3
 
 
-@pytest.mark.parametrize("name", ["single_gpu.py", "multigpu.py"])
-def test_weights_that_are_nan_are_not_saved(tmp_path, name):
-    """They become NaN in the third epoch: what two epochs have saved is kept."""
+@pytest.mark.parametrize(
+    "nan",
+    [
+        "self.model.weight.data.fill_(torch.nan)",
+        "return loss.detach() * torch.nan",  # the held-out samples know nothing of it
+    ],
+)
+def test_weights_that_are_nan_are_not_saved(tmp_path, nan):
+    """They, or a loss, become NaN in the third epoch: what two epochs saved is kept."""
     step = "        self.optimizer.step()\n"
-    if name == "single_gpu.py":  # a loss of which the held-out samples know nothing
-        nan = "return loss.detach() * torch.nan"
-    else:
-        nan = "self.model.weight.data.fill_(torch.nan)"
     in_third_epoch = f"        if self.epochs_run == 2: {nan}\n"
     changes = [(step, step + in_third_epoch)]
-    done = launch(name, 5, 1, cwd=tmp_path, changes=changes)
+    done = launch("single_gpu.py", 5, 1, cwd=tmp_path, changes=changes)
     assert done.returncode == 2
-    line = f"{name}: error: the loss is nan, not saved to snapshot.pt\n"
-    assert done.stderr.startswith(line)
+    line = "single_gpu.py: error: the loss is nan, not saved to snapshot.pt\n"
+    assert done.stderr == line
     snapshot = load(tmp_path)
     assert snapshot["EPOCHS_RUN"] == 2
     assert snapshot["MODEL_STATE"]["weight"].isfinite().all()

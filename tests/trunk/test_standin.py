@@ -96,27 +96,23 @@ def test_ranks_of_a_layer_later_draw_alike(tmp_path):
 GPT = f"mingpt.train --steps 4 --eval-every 4 --data {ROOT}/README.md --cache tokens"
 GPT += " --n-layer 2 --n-embd 32 --block-size 16 --compile off --precision fp32"
 LOOP = "variants.train_loop 2 1 --gpu-mode"
+TORCHRUN = "torchrun --standalone --nproc-per-node=2"
+COMMANDS = {
+    "mingpt": f"{TORCHRUN} -m {GPT}",
+    "mingpt --shard": f"{TORCHRUN} -m {GPT} --shard",
+    "mingpt --split": f"{TORCHRUN} -m {GPT} --split 2",
+    "train_loop, dp": f"python -m {LOOP} dp",
+    "train_loop, ddp": f"{TORCHRUN} -m {LOOP} ddp",
+    "train_loop, ddp2": f"{TORCHRUN} -m {LOOP} ddp2",
+}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(GPT, id="mingpt"),
-        pytest.param(f"{GPT} --shard", id="mingpt --shard"),
-        pytest.param(f"{GPT} --split 2", id="mingpt --split"),
-        f"{LOOP} dp",
-        f"{LOOP} ddp",
-        f"{LOOP} ddp2",
-    ],
-)
-def test_a_module_trains_as_on_the_cpu(words, tmp_path):
-    start = "torchrun --standalone --nproc-per-node=2"
-    if words.endswith(" dp"):
-        start = "python"
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_module_trains_as_on_the_cpu(name, tmp_path):
+    words = COMMANDS[name].split()
 
     def run(folder, **env):
-        program = Program(f"{start} -m {words}".split(), folder, **env)
-        return program.succeed().stdout
+        return Program(words, folder, **env).succeed().stdout
 
     def losses_in(output):
         without_speed = re.sub(r"[\d,]+ (tokens|samples)/s.*", "", output)
