@@ -114,11 +114,15 @@ def test_the_trained_model_comes_back(tmp_path):
     def main(script):
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
         best = script["BestCheckpoints"]()
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
         # From this file as the new processes import it.
         counts = import_script("tests/variants/test_train_loop.py").CountsSteps()
-        options["callbacks"] = [best, counts]
-        loop = make_loop(script, model, **options)
+        loop = make_loop(
+            script,
+            model,
+            gpu_mode="ddp",
+            snapshot_path=SNAPSHOT,
+            callbacks=[best, counts],
+        )
         loop.test_loader = loop.val_loader
         loop.fit(2)
         assert loop.fit(4) is model
@@ -141,20 +145,19 @@ def test_the_trained_model_comes_back(tmp_path):
     start(main, tmp_path).succeed()
 
 
-AS_VARIANT = {
-    "variants/gradient_accumulation.py": {"accumulate": 4},
-    "variants/mixed_precision.py": {"precision": "bf16"},
-}
-
-
 @pytest.mark.waits
-@pytest.mark.parametrize("name", AS_VARIANT)
-def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("variants/gradient_accumulation.py", {"accumulate": 4}),
+        ("variants/mixed_precision.py", {"precision": "bf16"}),
+    ],
+)
+def test_the_weights_are_those_of_the_variant(runs, tmp_path, name, option):
     """5 epochs with the same option."""
 
     def main(script):
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT, **AS_VARIANT[name]}
-        make_loop(script, **options).fit(5)
+        make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT, **option).fit(5)
 
     start(main, tmp_path).succeed()
     folder, _ = runs(name)
@@ -430,8 +433,8 @@ def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
 
     def main(script):
         replace(script["TrainLoop"], "get_loss", get_loss)
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
-        make_loop(script, **options).fit(20, callbacks=[script["BestCheckpoints"](2)])
+        loop = make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT)
+        loop.fit(20, callbacks=[script["BestCheckpoints"](2)])
 
     done = start(main, tmp_path).finish()
     assert done.returncode == 2
