@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import parallel_apply
 
-from tests.helpers.checks import assert_same_snapshot, import_script, noted
+import utils
+from tests.helpers.checks import fence, import_script, noted
 from tests.hooks import replace, write
 from tests.hooks.accelerators import one_gpu
-from tools.run.launch import launch, train
-from tools.run.results import load, losses
+from tools.run.launch import train
+from tools.run.results import same_bits
 
 NAME = "variants/data_parallel.py"
 PASSES = "DataParallel passes each batch through: it uses 0 CUDA GPUs"
@@ -79,22 +79,19 @@ def test_the_line_for_gpus(count, batch, line):
 # Snapshots
 
 
-@pytest.mark.waits
-def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(runs, tmp_path):
-    """Then the run resumes bit for bit. The line that strips them is the page's."""
-    wrap = "self.dp_model = torch.nn.DataParallel(self.model)"
-    older = (wrap, f"self.model = {wrap}")
-    train(NAME, 2, 2, "--batch-size", 64, cwd=tmp_path, changes=[older])
-    done = launch(NAME, 5, 2, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "snapshot.pt belongs to another model: choose" in done.stderr
-    snapshot = load(tmp_path)
-    consume_prefix_in_state_dict_if_present(snapshot["MODEL_STATE"], "module.")
-    torch.save(snapshot, tmp_path / "snapshot.pt")
-    done = train(NAME, 5, 2, "--batch-size", 64, cwd=tmp_path)
-    assert len(losses(done)) == 3
-    undisturbed, _ = runs(NAME)
-    assert_same_snapshot(tmp_path, undisturbed)
+def test_the_wrappers_own_keys_are_refused_until_they_lose_their_prefix(
+    tmp_path, monkeypatch
+):
+    """The lines that strip and load them are the page's."""
+    model = torch.nn.Linear(20, 1)
+    wrapped = torch.nn.DataParallel(torch.nn.Linear(20, 1))
+    state = wrapped.state_dict()
+    with pytest.raises(SystemExit):
+        utils.check_snapshot({"MODEL_STATE": state}, model, None, "old.pt")
+    monkeypatch.chdir(tmp_path)
+    torch.save(state, "old.pt")
+    exec(fence("docs/data_parallel.md", "old.pt"), {"torch": torch, "model": model})
+    assert same_bits(model.state_dict(), wrapped.module.state_dict())
 
 
 # What was not run

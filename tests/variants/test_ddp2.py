@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing import assert_close
 
@@ -16,7 +15,6 @@ from tests.hooks.models import float64
 from tools.run.launch import command, objects_of, plant
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
-from tools.scripts import ROOT
 
 NAME = "variants/ddp2.py"
 
@@ -94,23 +92,21 @@ def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
 def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
     """Two, each with a torchrun of its own. They wait for each other for 5 minutes."""
 
-    def print_group(script):
-        def train(inner, self, *arguments):
-            ranks = dist.get_process_group_ranks(self.node)
-            options = self.node._get_backend(self.device).options
-            print(f"group {ranks} waits {options._timeout}")
-            inner(self, *arguments)
-
-        replace(script["Trainer"], "train", train)
-
+    head = "    def train(self, total_epochs):\n"
+    print_group = """\
+        ranks = dist.get_process_group_ranks(self.node)
+        options = self.node._get_backend(self.device).options
+        print(f"group {ranks} waits {options._timeout}")
+"""
+    copy = tmp_path / "copy"
+    plant(NAME, copy, (head, head + print_group))
     start, _, *rest = command(NAME, 1, 1)
     port = f"--master-port={free_port()}"
     start = [start, "--nnodes=2", "--master-addr=localhost", port]
     machines = []
     for rank in range(2):
         words = [*start, f"--node-rank={rank}", *rest]
-        machine = Program(words, tmp_path, hooks=[print_group], PYTHONPATH=ROOT)
-        machines.append(machine)
+        machines.append(Program(words, tmp_path, PYTHONPATH=copy))
     for machine, group in zip(machines, ([0, 1], [2, 3]), strict=True):
         assert machine.finish().stdout.count(f"group {group} waits 0:05:00") == 2
 

@@ -91,14 +91,10 @@ def test_a_layer_that_is_unfrozen_resumes_with_the_same_bits(tmp_path):
     frozen = (LINEAR, f"{DEEP}; model[0].requires_grad_(False)")
     train_mode = "self.model.train()"
     thaw = (train_mode, f"{train_mode}; self.model[0].requires_grad_(epoch > 0)")
-
-    def trained_until(folder, *epochs):
-        for end in epochs:
-            train(NAME, end, 1, *OPTIONS, cwd=folder, changes=[frozen, thaw])
-        return folder
-
-    undisturbed = trained_until(tmp_path / "undisturbed", 3)
-    resumed = trained_until(tmp_path / "resumed", 2, 3)
+    undisturbed = tmp_path / "undisturbed"
+    resumed = tmp_path / "resumed"
+    for folder, end in (undisturbed, 3), (resumed, 2), (resumed, 3):
+        train(NAME, end, 1, *OPTIONS, cwd=folder, changes=[frozen, thaw])
     assert_same_snapshot(resumed, undisturbed)
 
 

@@ -247,12 +247,10 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
     first = nn.Linear(4, 4)
     last = nn.Linear(4, 1)
     both = nn.Sequential(first, last)
-    last.weight.data.fill_(1000)
+    last.weight.data.fill_(1e35)
     first.requires_grad_(case != "frozen")
-    with torch.autocast("cpu", torch.float16):
-        output = both(torch.ones(8, 4))
     scaler = torch.GradScaler("cpu", init_scale=32768.0)
-    scaler.scale(output.float().mean()).backward()
+    scaler.scale(both(torch.ones(8, 4)).mean()).backward()
     trained = [last] if "frozen" in case else [first, last]
     optimizers = [torch.optim.SGD(layer.parameters()) for layer in trained]
     for optimizer in optimizers:
@@ -265,13 +263,10 @@ def test_what_is_clipped_together_must_be_one_optimizers(case):
     assert is_spoiled == (case in ("together", "not frozen"))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--precision", "fp8"), ("--clip", "much")]
-)
-def test_bad_option(option, value, tmp_path):
-    done = run_script(ROOT / NAME, 5, 1, option, value, cwd=tmp_path)
-    line = rf"mixed_precision.py: error: argument {option}: invalid .*'{value}'.*\n"
-    assert re.fullmatch(line, done.stderr)
+def test_bad_option(tmp_path):
+    done = run_script(ROOT / NAME, 5, 1, "--clip", "much", cwd=tmp_path)
+    line = "argument --clip: invalid float value: 'much'"
+    assert done == (2, "", f"mixed_precision.py: error: {line}\n")
 
 
 def test_help(tmp_path):

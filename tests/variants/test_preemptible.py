@@ -12,11 +12,7 @@ import torch.distributed as dist
 from tests.helpers.checks import assert_same_snapshot, assert_same_weights
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace
-from tests.hooks.faults import (
-    in_step,
-    sigterm_in_step_80,
-    sigterm_to_launcher_in_step_80,
-)
+from tests.hooks.faults import sigterm_in_step_80, sigterm_to_launcher_in_step_80
 from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
 from tools.run.launch import command, launch, plant, train
@@ -103,14 +99,13 @@ def test_sigterm_to_torchrun(runs, tmp_path):
 def test_weights_that_are_nan_are_not_saved_at_sigterm(tmp_path):
     """They become NaN in the third epoch, as SIGTERM comes."""
 
-    def spoil_and_tell(script):
-        def befall(trainer):
-            trainer.model.weight.data.fill_(torch.nan)
-            signal.raise_signal(signal.SIGTERM)
-
-        in_step(script, 80, befall)
-
-    done = launch(NAME, 5, 1, cwd=tmp_path, hooks=[spoil_and_tell])
+    step = "            loss_sum += self._run_batch(source, targets)\n"
+    in_third_epoch = """\
+            if self.epochs_run == 2:
+                self.model.weight.data.fill_(torch.nan)
+                signal.raise_signal(signal.SIGTERM)
+"""
+    done = launch(NAME, 5, 1, cwd=tmp_path, changes=[(step, in_third_epoch + step)])
     line = "error: weight has weights that are not finite, not saved to snapshot.pt"
     assert line in done.stderr
     assert position(tmp_path) == (2, 0)

@@ -13,7 +13,6 @@ from tests.helpers.checks import (
     noted,
     replicas,
 )
-from tests.hooks import replace
 from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
 from tests.hooks.probe import probe
@@ -80,27 +79,14 @@ def test_whole_weights_stay_equal_in_a_replica(tmp_path):
     If they drifted apart, the check before the snapshot would end the run.
     """
 
-    def round_otherwise(script):
-        def make_optimizer(inner, model):
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    factor = 1 + 1e-3 * torch.distributed.get_rank()
-                    parameter.register_hook(lambda grad, factor=factor: factor * grad)
-            return inner(model)
-
-        replace(script, "make_optimizer", make_optimizer)
-
-    train(
-        NAME,
-        1,
-        1,
-        "--split",
-        2,
-        cwd=tmp_path,
-        nprocs=4,
-        changes=[(LAYERS, MORE)],
-        hooks=[round_otherwise],
-    )
+    backward = "        loss.backward()\n"
+    otherwise = """\
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad *= 1 + 1e-3 * dist.get_rank()
+"""
+    changes = (LAYERS, MORE), (backward, backward + otherwise)
+    train(NAME, 1, 1, "--split", 2, cwd=tmp_path, nprocs=4, changes=changes)
 
 
 def test_two_replicas_of_two_ranks(tmp_path):

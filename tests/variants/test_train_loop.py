@@ -18,12 +18,11 @@ from tests.helpers.checks import (
     assert_same_losses,
     assert_same_weights,
     import_script,
-    noted,
     stack,
 )
 from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import free_port
-from tests.hooks import replace, write
+from tests.hooks import replace
 from tools.run import slurm_cluster
 from tools.run.launch import plant, train
 from tools.run.processes import Program
@@ -89,11 +88,7 @@ def modes(tmp_path_factory):
     return run
 
 
-DP = pytest.param("dp", marks=pytest.mark.waits)
-DDP2 = pytest.param("ddp2", marks=pytest.mark.waits)
-
-
-@pytest.mark.parametrize("mode", ["single", "ddp", DP, DDP2])
+@pytest.mark.parametrize("mode", train_loop.MODES)
 def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode):
     folder, done = modes(mode)
     scripts_folder, scripts = runs("multigpu.py")
@@ -102,14 +97,12 @@ def test_each_mode_trains_the_model_of_the_scripts(modes, runs, mode):
 
 
 class CountsSteps(train_loop.Callback):
-    every_rank = True
-
     def on_train_start(self, loop):
-        self.steps = []
-        loop.optimizer.register_step_post_hook(lambda *_: self.steps.append(1))
+        self.state["steps"] = 0
+        loop.optimizer.register_step_post_hook(self.count)
 
-    def on_train_end(self, loop):
-        write("steps", len(self.steps))
+    def count(self, *_):
+        self.state["steps"] += 1
 
 
 def test_the_trained_model_comes_back(tmp_path):
@@ -121,11 +114,15 @@ def test_the_trained_model_comes_back(tmp_path):
     def main(script):
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 1))
         best = script["BestCheckpoints"]()
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
         # From this file as the new processes import it.
         counts = import_script("tests/variants/test_train_loop.py").CountsSteps()
-        options["callbacks"] = [best, counts]
-        loop = make_loop(script, model, **options)
+        loop = make_loop(
+            script,
+            model,
+            gpu_mode="ddp",
+            snapshot_path=SNAPSHOT,
+            callbacks=[best, counts],
+        )
         loop.test_loader = loop.val_loader
         loop.fit(2)
         assert loop.fit(4) is model
@@ -143,25 +140,24 @@ def test_the_trained_model_comes_back(tmp_path):
         ((loss, path),) = best.state["best"]
         assert loss == min(epoch["held-out loss"] for epoch in loop.history)
         assert Path(path).exists()
+        assert counts.state["steps"] == 2 * 32, "of the second call"
 
     start(main, tmp_path).succeed()
-    assert noted(tmp_path, "steps") == [2 * 32, 2 * 32], "of the second call"
-
-
-AS_VARIANT = {
-    "variants/gradient_accumulation.py": {"accumulate": 4},
-    "variants/mixed_precision.py": {"precision": "bf16"},
-}
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("name", AS_VARIANT)
-def test_the_weights_are_those_of_the_variant(runs, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("variants/gradient_accumulation.py", {"accumulate": 4}),
+        ("variants/mixed_precision.py", {"precision": "bf16"}),
+    ],
+)
+def test_the_weights_are_those_of_the_variant(runs, tmp_path, name, option):
     """5 epochs with the same option."""
 
     def main(script):
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT, **AS_VARIANT[name]}
-        make_loop(script, **options).fit(5)
+        make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT, **option).fit(5)
 
     start(main, tmp_path).succeed()
     folder, _ = runs(name)
@@ -284,17 +280,6 @@ def test_a_schedule_resumes(tmp_path, name):
 # Loaders
 
 
-def test_each_held_out_sample_counts_once_in_its_own_batch():
-    loader = DataLoader(range(9), 4, shuffle=True)
-    loop = make_loop()
-    loop.world_size = 2
-    found = []
-    for rank in (0, 1):
-        loop.rank = rank
-        found += [batch.tolist() for batch in loop._share_out(loader)]
-    assert found == [[0, 1, 2, 3], [8], [4, 5, 6, 7]]
-
-
 class Begins(train_loop.Callback):
     def on_train_begin(self, loop): ...
 
@@ -368,11 +353,11 @@ def nest(samples):
     return {"x": source, "more": (source, "text")}, targets
 
 
-@pytest.mark.parametrize("mode", ["ddp", DDP2])
+@pytest.mark.parametrize("mode", ["ddp", "ddp2"])
 def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
     """The same model as without nesting. All ranks get all predictions, in order.
 
-    Under torchrun.
+    Each sample counts once, in its own batch. Under torchrun.
     """
 
     def main(script):
@@ -382,11 +367,8 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
             every_rank = True
 
             def on_batch_end(self, loop):
-                if (loop.epochs_run, loop.step) == (4, 1):  # and the training goes on
-                    loop.predict(loop.val_loader)
-
-            def on_epoch_end(self, loop):
-                predicted[:] = loop.predict(loop.val_loader)
+                if loop.step in (1, 32):  # an epoch's first, which goes on, and last
+                    predicted[:] = loop.predict(loop.val_loader)
 
         torch.manual_seed(0)  # the weights that make_loop's own model begins with
         model = Nested(20, 1)
@@ -394,7 +376,7 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         loop = make_loop(
             script,
             model,
-            val_loader=DataLoader(held_out, 4, collate_fn=nest),
+            val_loader=DataLoader(held_out, 4, shuffle=True, collate_fn=nest),
             criterion=lambda output, targets: F.mse_loss(output[0], targets),
             metrics={"sum": lambda output, targets: (output[0] - targets).sum()},
             callbacks=[Predicts()],
@@ -405,7 +387,8 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         loop.fit(5)
         source, targets = stack(held_out)
         expected = F.linear(source, model.weight, model.bias).detach()
-        for (output, *_), its_targets in (predicted, loop.predict(loop.val_loader)):
+        alone = loop.predict([nest(held_out)])  # after `fit`
+        for (output, *_), its_targets in (predicted, alone):
             torch.testing.assert_close(output, expected)
             assert torch.equal(its_targets, targets)
         total = (expected - targets).sum().item()
@@ -450,13 +433,13 @@ def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
 
     def main(script):
         replace(script["TrainLoop"], "get_loss", get_loss)
-        options = {"gpu_mode": "ddp", "snapshot_path": SNAPSHOT}
-        make_loop(script, **options).fit(20, callbacks=[script["BestCheckpoints"](2)])
+        loop = make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT)
+        loop.fit(20, callbacks=[script["BestCheckpoints"](2)])
 
     done = start(main, tmp_path).finish()
     assert done.returncode == 2
     assert "error: the loss is nan, not saved to" in done.stderr
     assert done.stderr.count("\n") == 1
     assert load(tmp_path)["EPOCHS_RUN"] == 2
-    best = [path.name for path in tmp_path.glob("best.*")]
-    assert sorted(best) == ["best.1.pt", "best.2.pt"]
+    best = {path.name for path in tmp_path.glob("best.*")}
+    assert best == {"best.1.pt", "best.2.pt"}
