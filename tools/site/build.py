@@ -50,7 +50,7 @@ from pathlib import Path
 from tools import cli, scripts
 from tools.diffs import changed_lines, changes, hunks
 from tools.scripts import ROOT, InputError
-from tools.site.commands import above_output, run_all, same
+from tools.site.commands import run_all
 from tools.site.pages import (
     GROUPS,
     TESTS,
@@ -192,10 +192,9 @@ def check_explanations(pages):
     for edge in dict.fromkeys([*scripts.ALL_EDGES, *found]):
         old, new = edge
         for hunk in hunks(old, new):
-            if hunk.number in found.get(edge, {}):
-                continue
-            at = f"{new}:{hunk.new_start}"
-            problems.append(f"{at}: no chapter explains {hunk.lines}")
+            if hunk.number not in found.get(edge, {}):
+                at = f"{new}:{hunk.new_start}"
+                problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
         for block in page.blocks:
             if not block.hunks or (block.old, block.new) not in scripts.ALL_EDGES:
@@ -239,42 +238,24 @@ def check_partners(pages):
 
 
 def fill(page, outputs):
-    """The page's lines with all blocks filled in; outputs: {block: its lines}."""
+    """The page's lines with all blocks filled in; outputs: {block: its new lines}."""
     lines = list(page.lines)
     for block in reversed(page.blocks):
-        between = block.lines
         if block.kind == "run":
-            made = outputs.get(block, between)
-            *above, command = above_output(block)
-            if made is between and command in between:  # it was not run
-                made = [*above, *between[between.index(command) :]]
-            if same(between, made):
-                made = between
+            made = outputs.get(block, block.lines)
         else:
             made = MAKERS[block.kind](block)
         lines[block.line : block.end] = made
     return lines
 
 
-def main():
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    parser.add_argument("--diffs", action="store_true", help="run no command")
-    parser.add_argument("--only", help="the page's name, with or without folder")
-    args = parser.parse_args()
-    try:
-        return build(args)
-    except InputError as error:
-        return cli.error(error)
-
-
 def build(args):
+    """Fill the pages in, or only compare: what is wrong."""
     scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
     problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
-        name = Path(args.only).stem
-        pages = [page for page in pages if Path(page.name).stem == name]
+        pages = [page for page in pages if Path(page.name).stem == args.only]
         if not pages:
             raise InputError(f"there is no page {args.only}")
     outputs = {}
@@ -291,9 +272,7 @@ def build(args):
         else:
             (ROOT / page.name).write_text("\n".join(lines) + "\n")
             print(f"{page.name}: filled in")
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else 0
+    return problems
 
 
 def staleness(page, lines):
@@ -304,4 +283,14 @@ def staleness(page, lines):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--diffs", action="store_true", help="run no command")
+    parser.add_argument("--only", help="the page's name, without folder and .md")
+    try:
+        problems = build(parser.parse_args())
+    except InputError as error:
+        cli.error(error)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    sys.exit(bool(problems))
