@@ -228,17 +228,16 @@ def parts(old, new, whys):
 def unchanged(old, new, old_start, new_start, count):
     """`count` lines that are the same, folded but for the edges."""
     is_last = old_start + count > len(words_of(old))
-    top = 0 if old_start == 1 else CONTEXT
-    bottom = 0 if is_last else CONTEXT
-    if count <= top + bottom + 1:
-        top = count
-        bottom = 0
+    fold = 0 if old_start == 1 else CONTEXT
+    fold_end = count if is_last else count - CONTEXT
+    if fold_end - fold < 2:  # too few lines to fold
+        fold = fold_end = count
     places = range(count)
     found = []
     for kind, some in [
-        ("same", places[:top]),
-        ("fold", places[top : count - bottom]),
-        ("same", places[count - bottom :]),
+        ("same", places[:fold]),
+        ("fold", places[fold:fold_end]),
+        ("same", places[fold_end:]),
     ]:
         if some:
             part = {
