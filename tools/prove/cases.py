@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -46,14 +47,14 @@ class OwnStore(dist.HashStore):
     port = 0
 
 
+@dataclass
 class Ranks:
     """The `world` processes that train together. They also speak through `store`."""
 
-    def __init__(self, store, rank, world):
-        self.store = store
-        self.rank = rank
-        self.world = world
-        self.calls = 0
+    store: dist.Store
+    rank: int
+    world: int
+    calls: int = 0
 
     def meet(self):
         """In a new process group; gloo fails to connect one of some hundred."""
