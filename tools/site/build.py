@@ -14,8 +14,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- code FILE: `text` `text` -->       FILE from the statement whose first line has
                                             the first text to the end of the one with
                                             the last; one text: that statement alone
-    <!-- scripts -->                        the table of the scripts
-    <!-- contents -->                       the list of all pages, by group
+    <!-- scripts -->                        the table of the scripts, in README.md
+    <!-- contents -->                       the list of all pages, by group, in docs/
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well;
                                             speeds and pids are shown as [...]
@@ -42,7 +42,6 @@ file changed. Exit status 1: something is stale, or a command failed.
 
 import ast
 import itertools
-import os
 import re
 import sys
 from pathlib import Path
@@ -124,20 +123,15 @@ def code(block):
     return ["```python", *lines[shown[0].lineno - 1 : shown[-1].end_lineno], "```"]
 
 
-def link(block, text, target):
-    path = os.path.relpath(target, Path(block.page.name).parent)
-    return f"[{text}]({path})"
+def page_links(names, folder=""):
+    """folder: that of the pages, from the page that shows the links."""
+    return [f"[{title(name)}]({folder}{name}.md)" for name in names]
 
 
-def page_links(block, names, between):
-    links = [link(block, title(name), f"docs/{name}.md") for name in names]
-    return between.join(links)
-
-
-def contents(block):
+def contents(_):
     """The list of all pages."""
     return [
-        f"- **{group}**: {page_links(block, names, ' · ')}"
+        f"- **{group}**: {' · '.join(page_links(names))}"
         for group, names in GROUPS.items()
     ]
 
@@ -151,7 +145,7 @@ def chapters(name, explained):
     return [*dict.fromkeys(pages)]
 
 
-def scripts_table(block):
+def scripts_table(_):
     """The map: every script, what it does, what it changes, where that is explained."""
     explained = explanations()
     lines = [
@@ -166,10 +160,10 @@ def scripts_table(block):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         cells = [
-            link(block, name, name),
+            f"[{name}]({name})",
             scripts.summary(name),
             size,
-            page_links(block, chapters(name, explained), ", "),
+            ", ".join(page_links(chapters(name, explained), "docs/")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -268,18 +262,13 @@ def build(args):
         if lines == page.lines:
             continue
         if args.check:
-            problems += staleness(page, lines)
+            place, _, start, end = next(changes(page.lines, lines))
+            problems.append(f"{page.name}:{place + 1}: stale")
+            problems += [f"  now: {line}" for line in lines[start:end]]
         else:
             (ROOT / page.name).write_text("\n".join(lines) + "\n")
             print(f"{page.name}: filled in")
     return problems
-
-
-def staleness(page, lines):
-    """Where the page first differs from the lines that it should have."""
-    place, _, start, end = next(changes(page.lines, lines))
-    now = [f"  now: {line}" for line in lines[start:end]]
-    return [f"{page.name}:{place + 1}: stale", *now]
 
 
 if __name__ == "__main__":

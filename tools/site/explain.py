@@ -77,7 +77,7 @@ def diff_html(old, new, lines):
     marks = {}  # {sign: {index of a line in its run: its changed words}}
     for (sign, run), (next_sign, next_run) in pairwise([*runs, ("", [])]):
         if sign == "-" and next_sign == "+":
-            _, (old_marks, new_marks) = marks_of(run, next_run)
+            _, old_marks, new_marks = marks_of(run, next_run)
             marks = {"-": old_marks, "+": new_marks}
         elif sign != "+":
             marks = {}
