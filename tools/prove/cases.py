@@ -10,13 +10,13 @@ import gc
 import glob
 import io
 import json
-import math
 import os
 import pickle
 import shutil
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import utils
 from tools.run import launch, warm
@@ -47,14 +47,14 @@ class OwnStore(dist.HashStore):
     port = 0
 
 
+@dataclass
 class Ranks:
     """The `world` processes that train together. They also speak through `store`."""
 
-    def __init__(self, store, rank, world):
-        self.store = store
-        self.rank = rank
-        self.world = world
-        self.calls = 0
+    store: dist.Store
+    rank: int
+    world: int
+    calls: int = 0
 
     def meet(self):
         """In a new process group; gloo fails to connect one of some hundred."""
@@ -114,12 +114,10 @@ def prepare(rank):
 def whole(state):
     """A copy of `state`, whose sharded tensors are put together."""
 
-    def copy(leaf):
-        if isinstance(leaf, DTensor):
-            return leaf.full_tensor()
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    def copy(tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
-    return tree_map(copy, state)
+    return tree_map_only(torch.Tensor, copy, state)
 
 
 def run(name, ranks, replaced, path):
@@ -197,21 +195,22 @@ def is_close(one, other):
     return True
 
 
+def numbers_of(state):
+    """All numbers of a model's state but integers, in one tensor."""
+    tensors = filter(torch.is_tensor, tree_leaves(state))
+    return torch.cat(
+        [
+            tensor.flatten().to(torch.complex128)
+            for tensor in tensors
+            if tensor.is_floating_point() or tensor.is_complex()
+        ]
+    )
+
+
 def distance(one, other):
     """How far the numbers of two models' states are apart, as a share of their norm."""
-    apart = 0
-    norm = 0
-    for leaf, other_leaf in leaves_of(one, other):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if leaf.is_floating_point() or leaf.is_complex():
-            apart += sum_of_squares(leaf - other_leaf)
-            norm += sum_of_squares(other_leaf)
-    return math.sqrt(apart / norm)
-
-
-def sum_of_squares(tensor):
-    return tensor.abs().double().square().sum().item()
+    others = numbers_of(other)
+    return (numbers_of(one) - others).norm() / others.norm()
 
 
 def losses_agree(printed, others, state):

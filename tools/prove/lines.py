@@ -32,7 +32,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -97,10 +96,6 @@ def pytest_sessionfinish():
     Path(os.environ["FACTS"]).write_text(json.dumps(facts))
 
 
-def file_of(test):
-    return test.partition("::")[0]
-
-
 def function_of(test):
     """A test's id without its parameters."""
     return test.partition("[")[0]
@@ -140,8 +135,9 @@ def run_tests(child, text, tests):
         # pytest starts in half the time if it need not say why an assertion fails.
         words = "python -m pytest --full -q -p tools.prove.lines --assert=plain"
         words += " --continue-on-collection-errors -m"
+        files = sorted({test.partition("::")[0] for test in tests})
         fork = Program(
-            [*words.split(), "not text", *sorted({file_of(test) for test in tests})],
+            [*words.split(), "not text", *files],
             folder,
             merged=True,
             TMPDIR=temporary,
@@ -192,14 +188,13 @@ def named_by_line(edge):
     return found
 
 
-def prove(edge, only="", full=False):
+def prove(edge, only, full):
     """Run the mutants of one edge that are not proven: whether all is well.
 
     First what there is to try, and which of it is proven. Then what is left, two at a
     time, and each verdict is written down at once. Last, proofs of what is gone go.
     """
     parent, child = edge
-    began = time.monotonic()
     text = (ROOT / child).read_text()
     by_line = named_by_line(edge)
     all_named = sorted(set().union(*by_line.values()))
@@ -235,20 +230,18 @@ def prove(edge, only="", full=False):
         for mutant, result in zip(left, results, strict=True):
             line = report(child, mutant, result)
             print(line, flush=True)
-            killer = result["killer"]
             old = proofs.pop(mutant, None)
-            new = []
+            killer = result["killer"]
             if killer:
                 tests = [function_of(killer)]
                 proofs[mutant] = make_proof(edge, text, mutant, tests, killer)
-                new = [proofs[mutant]]
+                record.change(add=[proofs[mutant]])
             else:
                 bad.append(line)
-            record.change(add=new, drop=[old])
-    if not only:
-        record.change(drop={*known}.difference(proofs.values()))
-    seconds = time.monotonic() - began
-    print(*bad, f"{child}: {len(bad)} bad, {seconds:.0f} s", sep="\n", flush=True)
+                record.change(drop=[old])
+    tried = {proof for proof in known if only in proof.what}
+    record.change(drop=tried.difference(proofs.values()))
+    print(*bad, f"{child}: {len(bad)} bad", sep="\n", flush=True)
     return not bad
 
 

@@ -8,6 +8,7 @@ import ast
 import functools
 import io
 import re
+import textwrap
 import tokenize
 from typing import NamedTuple
 
@@ -91,15 +92,8 @@ def indent_of(text):
 
 def indented(lines, like):
     """`lines` with the first indented as the line `like`, and the others deeper."""
-    depth = len(indent_of(lines[0]))
-    indent = indent_of(like)
-    found = []
-    for line in lines:
-        # Lines further to the left are the inside of a string: they stay as they are.
-        if line.strip() and not line[:depth].strip():
-            line = indent + line[depth:]
-        found.append(line)
-    return found
+    text = textwrap.dedent("\n".join(lines))
+    return textwrap.indent(text, indent_of(like)).split("\n")
 
 
 class Diff:
@@ -130,8 +124,6 @@ class Diff:
         for _, i1, i2, j1, j2 in matcher(old, new).get_opcodes():
             for i, j in align(old[i1:i2], new[j1:j2]):
                 pairs[self.units[j1 + j]] = old_units[i1 + i]
-        # However different the docstrings are, one stands for the other.
-        pairs.setdefault(self.units[0], old_units[0])
         return pairs
 
     def _find_added(self):
@@ -146,12 +138,10 @@ class Diff:
             # Else only comments or the layout have changed.
             if not old or unit.without_layout() != old.without_layout():
                 self.added.update(changed.intersection(lines_of(unit)))
-        self.added = {line for line in self.added if self.new[line - 1].strip()}
 
     def words(self, first, last):
         """The child's lines as one, to be printed."""
-        lines = self.new[first - 1 : last]
-        return " ".join(line.strip() for line in lines)
+        return " ".join(self.new[first - 1 : last])
 
     def is_added(self, first, last):
         """Whether the diff adds these lines, not counting blank ones and comments."""
@@ -164,10 +154,11 @@ class Diff:
 
     def back(self, first, last):
         """[the child with what these lines stand for in the parent, if anything]."""
-        old_units = []
-        for unit, old_unit in self.pairs.items():
-            if first <= unit.lineno and unit.end_lineno <= last:
-                old_units.append(old_unit)
+        old_units = [
+            old_unit
+            for unit, old_unit in self.pairs.items()
+            if first <= unit.lineno and unit.end_lineno <= last
+        ]
         if not old_units:
             return []
         start = min(old_units).lineno
@@ -219,8 +210,6 @@ def block_alone(diff, node):
     """The block without its header, if it has lines of its own."""
     start = first_line(node.body[0])
     end = node.body[-1].end_lineno
-    if start == node.lineno:
-        return
     first = first_line(node)
     header = diff.new[first - 1]
     lines = diff.new[start - 1 : end]
@@ -251,19 +240,17 @@ def arguments(diff):
 
 
 def arguments_of(call):
-    """The arguments of a call, in the order of the text."""
-    nodes = [*call.args, *call.keywords]
-    return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
+    return [*call.args, *call.keywords]
 
 
 def with_arguments(diff, call, others):
     """The child with `others`, a text, in the parentheses of a call."""
+    function = call.func
     # In bytes, as `ast` counts columns
-    before = diff.new[call.lineno - 1].encode()[: call.col_offset].decode()
-    after = diff.new[call.end_lineno - 1].encode()[call.end_col_offset :].decode()
-    function = ast.get_source_segment(diff.child, call.func)
-    line = f"{before}{function}({others}){after}"
-    return diff.replaced(call.lineno, call.end_lineno, [line])
+    before = diff.new[function.end_lineno - 1].encode()[: function.end_col_offset]
+    after = diff.new[call.end_lineno - 1].encode()[call.end_col_offset :]
+    line = f"{before.decode()}({others}){after.decode()}"
+    return diff.replaced(function.end_lineno, call.end_lineno, [line])
 
 
 def calls(node):

@@ -27,8 +27,7 @@ SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
 TESTS = r"(tests|benchmarks)/.*(?<!conftest)\.py"
 LISTS = r"(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
-proofs = {}  # {test: its proof}
-passed = set()
+proofs = {}  # {test: its proof}, of those that have not failed
 
 
 @functools.cache
@@ -74,15 +73,11 @@ def pytest_sessionfinish(session, exitstatus):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if report.passed and report.when == "call" and item in proofs:
-        passed.add(item)
-    if report.passed and report.when == "teardown" and item in passed:
-        keep(item)
+    if not report.passed:
+        proofs.pop(item, None)
+    elif report.when == "teardown" and item in proofs:
+        # It has passed with what its files held at the start.
+        proof = proofs[item]
+        old = [known for known in record.read() if known[:3] == proof[:3]]
+        record.change([proof], old)
     return report
-
-
-def keep(item):
-    """Record that a test has passed with what its files held at the start."""
-    proof = proofs[item]
-    old = [known for known in record.read() if known[:3] == proof[:3]]
-    record.change([proof], old)

@@ -14,8 +14,8 @@ The markers are comments, so that the pages read well wherever Markdown is shown
     <!-- code FILE: `text` `text` -->       FILE from the statement whose first line has
                                             the first text to the end of the one with
                                             the last; one text: that statement alone
-    <!-- scripts -->                        the table of the scripts
-    <!-- contents -->                       the list of all pages, by group
+    <!-- scripts -->                        the table of the scripts, in README.md
+    <!-- contents -->                       the list of all pages, by group, in docs/
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well;
                                             speeds and pids are shown as [...]
@@ -42,7 +42,6 @@ file changed. Exit status 1: something is stale, or a command failed.
 
 import ast
 import itertools
-import os
 import re
 import sys
 from pathlib import Path
@@ -50,7 +49,7 @@ from pathlib import Path
 from tools import cli, scripts
 from tools.diffs import changed_lines, changes, hunks
 from tools.scripts import ROOT, InputError
-from tools.site.commands import above_output, run_all, same
+from tools.site.commands import run_all
 from tools.site.pages import (
     GROUPS,
     TESTS,
@@ -124,20 +123,15 @@ def code(block):
     return ["```python", *lines[shown[0].lineno - 1 : shown[-1].end_lineno], "```"]
 
 
-def link(block, text, target):
-    path = os.path.relpath(target, Path(block.page.name).parent)
-    return f"[{text}]({path})"
+def page_links(names, folder=""):
+    """folder: that of the pages, from the page that shows the links."""
+    return [f"[{title(name)}]({folder}{name}.md)" for name in names]
 
 
-def page_links(block, names, between):
-    links = [link(block, title(name), f"docs/{name}.md") for name in names]
-    return between.join(links)
-
-
-def contents(block):
+def contents(_):
     """The list of all pages."""
     return [
-        f"- **{group}**: {page_links(block, names, ' · ')}"
+        f"- **{group}**: {' · '.join(page_links(names))}"
         for group, names in GROUPS.items()
     ]
 
@@ -151,7 +145,7 @@ def chapters(name, explained):
     return [*dict.fromkeys(pages)]
 
 
-def scripts_table(block):
+def scripts_table(_):
     """The map: every script, what it does, what it changes, where that is explained."""
     explained = explanations()
     lines = [
@@ -166,10 +160,10 @@ def scripts_table(block):
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
         cells = [
-            link(block, name, name),
+            f"[{name}]({name})",
             scripts.summary(name),
             size,
-            page_links(block, chapters(name, explained), ", "),
+            ", ".join(page_links(chapters(name, explained), "docs/")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -192,10 +186,9 @@ def check_explanations(pages):
     for edge in dict.fromkeys([*scripts.ALL_EDGES, *found]):
         old, new = edge
         for hunk in hunks(old, new):
-            if hunk.number in found.get(edge, {}):
-                continue
-            at = f"{new}:{hunk.new_start}"
-            problems.append(f"{at}: no chapter explains {hunk.lines}")
+            if hunk.number not in found.get(edge, {}):
+                at = f"{new}:{hunk.new_start}"
+                problems.append(f"{at}: no chapter explains {hunk.lines}")
     for page in pages:
         for block in page.blocks:
             if not block.hunks or (block.old, block.new) not in scripts.ALL_EDGES:
@@ -239,42 +232,24 @@ def check_partners(pages):
 
 
 def fill(page, outputs):
-    """The page's lines with all blocks filled in; outputs: {block: its lines}."""
+    """The page's lines with all blocks filled in; outputs: {block: its new lines}."""
     lines = list(page.lines)
     for block in reversed(page.blocks):
-        between = block.lines
         if block.kind == "run":
-            made = outputs.get(block, between)
-            *above, command = above_output(block)
-            if made is between and command in between:  # it was not run
-                made = [*above, *between[between.index(command) :]]
-            if same(between, made):
-                made = between
+            made = outputs.get(block, block.lines)
         else:
             made = MAKERS[block.kind](block)
         lines[block.line : block.end] = made
     return lines
 
 
-def main():
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    parser.add_argument("--diffs", action="store_true", help="run no command")
-    parser.add_argument("--only", help="the page's name, with or without folder")
-    args = parser.parse_args()
-    try:
-        return build(args)
-    except InputError as error:
-        return cli.error(error)
-
-
 def build(args):
+    """Fill the pages in, or only compare: what is wrong."""
     scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
     problems = check_explanations(pages) + check_partners(pages)
     if args.only is not None:
-        name = Path(args.only).stem
-        pages = [page for page in pages if Path(page.name).stem == name]
+        pages = [page for page in pages if Path(page.name).stem == args.only]
         if not pages:
             raise InputError(f"there is no page {args.only}")
     outputs = {}
@@ -287,21 +262,24 @@ def build(args):
         if lines == page.lines:
             continue
         if args.check:
-            problems += staleness(page, lines)
+            place, _, start, end = next(changes(page.lines, lines))
+            problems.append(f"{page.name}:{place + 1}: stale")
+            problems += [f"  now: {line}" for line in lines[start:end]]
         else:
             (ROOT / page.name).write_text("\n".join(lines) + "\n")
             print(f"{page.name}: filled in")
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else 0
-
-
-def staleness(page, lines):
-    """Where the page first differs from the lines that it should have."""
-    place, _, start, end = next(changes(page.lines, lines))
-    now = [f"  now: {line}" for line in lines[start:end]]
-    return [f"{page.name}:{place + 1}: stale", *now]
+    return problems
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--diffs", action="store_true", help="run no command")
+    parser.add_argument("--only", help="the page's name, without folder and .md")
+    try:
+        problems = build(parser.parse_args())
+    except InputError as error:
+        cli.error(error)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    sys.exit(bool(problems))

@@ -20,8 +20,12 @@ html_baseurl = os.environ.get("SITE_URL", "")
 repository = os.environ.get("REPOSITORY_URL", "")
 notfound_urls_prefix = urlsplit(html_baseurl).path.rstrip("/") + "/"
 notfound_template = "404.html"
-extensions = ["myst_parser", "sphinx_copybutton", "notfound.extension"]
-extensions += ["tools.site.extension"]
+extensions = [
+    "myst_parser",
+    "sphinx_copybutton",
+    "notfound.extension",
+    "tools.site.extension",
+]
 html_context = {"site_url": html_baseurl, "repository_url": repository}
 root_doc = "0_intro"
 include_patterns = ["*.md"]

@@ -16,10 +16,10 @@ from urllib.parse import urljoin, urlsplit
 from docutils import nodes
 
 from tools.diffs import hunks
-from tools.scripts import ROOT
+from tools.scripts import ROOT, read_lines
 from tools.site.commands import same
 from tools.site.pages import parse, right_outputs
-from tools.site.side_by_side import in_head, marks_of, texts_of, words_html, words_of
+from tools.site.side_by_side import in_head, marks_of, words_html, words_of
 
 TAGS = {"-": "del", "+": "ins", "@": "b"}  # of the lines of a diff
 
@@ -63,11 +63,7 @@ def raw(html):
 @functools.cache
 def words_by_text(name):
     """{a line of a file: its words}"""
-    found = {}
-    for words in words_of(name):
-        line = "".join(texts_of(words))
-        found[line.rstrip("\n")] = words
-    return found
+    return dict(zip(read_lines(name), words_of(name), strict=True))
 
 
 def diff_html(old, new, lines):
@@ -81,7 +77,7 @@ def diff_html(old, new, lines):
     marks = {}  # {sign: {index of a line in its run: its changed words}}
     for (sign, run), (next_sign, next_run) in pairwise([*runs, ("", [])]):
         if sign == "-" and next_sign == "+":
-            _, (old_marks, new_marks) = marks_of(run, next_run)
+            _, old_marks, new_marks = marks_of(run, next_run)
             marks = {"-": old_marks, "+": new_marks}
         elif sign != "+":
             marks = {}
@@ -178,14 +174,13 @@ def why(app, page, anchor):
 
 
 def html_of(app, page, node):
-    """A node as it is shown on a page of another folder, without ids."""
+    """A node as it is shown on a page of another folder."""
     node = node.deepcopy()
-    for element in node.findall(nodes.Element):
-        element["ids"] = []
-        uri = element.get("refuri") or "#" + element.get("refid", "")
-        if isinstance(element, nodes.reference) and not urlsplit(uri).scheme:
-            element.attributes.pop("refid", None)
-            element["refuri"] = "../" + urljoin(f"{page}.html", uri)
+    for link in node.findall(nodes.reference):
+        uri = link.get("refuri") or f"#{link['refid']}"
+        if not urlsplit(uri).scheme:
+            link.attributes.pop("refid", None)
+            link["refuri"] = "../" + urljoin(f"{page}.html", uri)
     fragment = app.builder.render_partial(node)["fragment"].strip()
     return sized(fragment, up="../")
 

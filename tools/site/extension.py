@@ -19,6 +19,10 @@ from tools.site.explain import shown, sized, whys
 from tools.site.home import home
 from tools.site.side_by_side import id_of, page_of, parts, places_of, whole
 
+# What the pages link to: pairs of files side by side, and files
+linked_pairs = set()
+linked_files = set()
+
 
 def read_all(app, env, docnames):
     """Every build reads every page: what they show depends on the scripts, too."""
@@ -29,14 +33,13 @@ def add_to_markdown(app, docname, source):
     """Diffs in colour, switches, links to pairs; on the first page, the sidebar."""
     page = pages.parse(f"docs/{docname}.md", source[0].splitlines())
     lines = [*page.lines]
-    pairs = app.env.metadata[docname]["pairs"] = []
     for block in reversed(page.blocks):
         if block.kind in ("diff", "scripts"):
             links = [f'<a href="{url}">{text}</a>' for url, text in beside(block)]
             text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
             lines[block.end + 1 : block.end + 1] = ["", text, ""]
         if block.kind == "diff":
-            pairs.append((block.old, block.new))
+            linked_pairs.add((block.old, block.new))
         lines[block.line : block.end] = shown(app, docname, page, block)
     if docname == app.config.root_doc:
         for group, names in pages.GROUPS.items():
@@ -65,8 +68,6 @@ def link_files(app, doctree):
     for paragraph in doctree.findall(nodes.paragraph):
         if paragraph.astext().startswith("Tests: "):
             paragraph["classes"].append("tests")
-    shown = []
-    app.env.metadata[app.env.docname]["files"] = shown
     links = list(doctree.findall(addnodes.download_reference))
     links += doctree.findall(addnodes.pending_xref)
     for node in links:
@@ -76,17 +77,16 @@ def link_files(app, doctree):
                 continue
             target += ".md"  # MyST takes README.md for a page
         name = str(Path(app.srcdir, target).resolve().relative_to(ROOT))
-        shown.append(name)
+        linked_files.add(name)
         url = f"source/{name}.html{line_of(name, node.astext())}"
         node.replace_self(nodes.reference("", "", *node.children, refuri=url))
 
 
 def line_of(name, text):
     """The address of the function or class of this name in a Python file, or ""."""
-    if name.endswith(".py"):
-        for first, _, defined in scopes(name):
-            if defined == text:
-                return f"#L{first}"
+    for first, _, defined in scopes(name):
+        if defined == text:
+            return f"#L{first}"
     return ""
 
 
@@ -94,13 +94,8 @@ def make_pages(app):
     """The pages that are not made from Markdown."""
     explained = pages.explanations()
     scripts = sorted(SCRIPTS, key=ancestry)
-    pairs = [*itertools.permutations(scripts, 2), *ALL_EDGES]
-    files = set()
-    for data in app.env.metadata.values():
-        pairs += data.get("pairs", [])
-        files.update(data.get("files", []))
-    pairs = [*dict.fromkeys(pairs)]
-    files = sorted(files.union(*pairs))
+    pairs = linked_pairs.union(itertools.permutations(scripts, 2), ALL_EDGES)
+    files = sorted(linked_files.union(*pairs))
     app.builder.globalcontext |= {  # which Sphinx's page for searching gets as well
         "scripts": scripts,
         "edges": ALL_EDGES,
@@ -115,7 +110,7 @@ def make_pages(app):
     }
     yield "index", home(), "home.html"
     yield "side_by_side/index", {"title": "Compare any two"}, "table_of_pairs.html"
-    for old, new in pairs:
+    for old, new in sorted(pairs):
         places = places_of(old, new, explained)
         context = {
             "title": f"{old} and {new} side by side",
@@ -156,4 +151,3 @@ def setup(app):
     app.connect("doctree-read", link_files, priority=400)
     app.connect("html-collect-pages", make_pages)
     app.connect("html-page-context", add_to_page)
-    return {"parallel_read_safe": True}

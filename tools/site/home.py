@@ -29,13 +29,10 @@ def readme():
 
 def home():
     """The context of home.html."""
-    old, new = trunk()[:2]
     return readme() | {
         "steps": trunk(),
         "variants": variants(),
         "summary": summary,
         "root_of": root_of,
-        "old": old,
-        "new": new,
         "switches": SWITCHES,
     }

@@ -57,7 +57,7 @@ OLD = "old-L"
 NEW = "L"
 
 
-def words_html(words, marked=()):
+def words_html(words, marked):
     """The HTML of a line; `marked` are the indices of its changed words."""
     is_long = len("".join(texts_of(words))) > 40
 
@@ -78,7 +78,7 @@ def words_html(words, marked=()):
 
 
 @functools.cache
-def line_html(name, number, tag="span", id=NEW, marked=()):
+def line_html(name, number, tag, id, marked):
     """A line of a file in an element with its number."""
     words = words_of(name)[number - 1]
     line = "".join(texts_of(words))
@@ -90,12 +90,11 @@ def line_html(name, number, tag="span", id=NEW, marked=()):
 
 def whole(name):
     """The HTML of a file."""
-    count = len(words_of(name))
-    return "".join(line_html(name, number) for number in range(1, count + 1))
+    return side(name, 1, range(len(words_of(name))))
 
 
 def marks_of(removed, added):
-    """(which lines were changed into which, {line: its changed words} of each side).
+    """(which lines became which, {removed line: its changed words}, {added line: ...}).
 
     removed, added: lines as `words_of` has them.
     """
@@ -107,7 +106,7 @@ def marks_of(removed, added):
         places = [*changes(texts_of(removed[i]), texts_of(added[j]))]
         old_marks[i] = frozenset(k for place in places for k in range(*place[:2]))
         new_marks[j] = frozenset(k for place in places for k in range(*place[2:]))
-    return pairs, (old_marks, new_marks)
+    return pairs, old_marks, new_marks
 
 
 # Explanations
@@ -205,7 +204,7 @@ def parts(old, new, whys):
         removed = words_of(old)[hunk.old_start - 1 : hunk.old_end - 1]
         added = words_of(new)[hunk.new_start - 1 : hunk.new_end - 1]
         sizes = (len(removed), len(added))
-        pairs, (old_marks, new_marks) = marks_of(removed, added)
+        pairs, old_marks, new_marks = marks_of(removed, added)
         if sizes == (1, 1):  # they stand beside each other, alike or not
             pairs = [(0, 0)]
         left, right = zip(*rows_of(pairs, sizes), strict=True)
@@ -228,17 +227,16 @@ def parts(old, new, whys):
 def unchanged(old, new, old_start, new_start, count):
     """`count` lines that are the same, folded but for the edges."""
     is_last = old_start + count > len(words_of(old))
-    top = 0 if old_start == 1 else CONTEXT
-    bottom = 0 if is_last else CONTEXT
-    if count <= top + bottom + 1:
-        top = count
-        bottom = 0
+    fold = 0 if old_start == 1 else CONTEXT
+    fold_end = count if is_last else count - CONTEXT
+    if fold_end - fold < 2:  # too few lines to fold
+        fold = fold_end = count
     places = range(count)
     found = []
     for kind, some in [
-        ("same", places[:top]),
-        ("fold", places[top : count - bottom]),
-        ("same", places[count - bottom :]),
+        ("same", places[:fold]),
+        ("fold", places[fold:fold_end]),
+        ("same", places[fold_end:]),
     ]:
         if some:
             part = {
