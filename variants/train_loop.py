@@ -490,8 +490,6 @@ def check(loop, world_size):
         batch = loop.train_loader.collate_fn([sample])
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             utils.error(f"get_loss(self, batch) is yours to write for {type(batch)}")
-    for callback in loop.callbacks:
-        check_hooks(callback)
 
 
 def check_loader(name, loader):
@@ -499,16 +497,6 @@ def check_loader(name, loader):
     known = type(getattr(loader, "sampler", None)) in samplers
     if not known or not loader.batch_size:
         utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
-
-
-def check_hooks(callback):
-    hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(callback):
-        if name.startswith("on_"):
-            takes = inspect.signature(getattr(callback, name)).parameters
-            if name not in hooks or len(takes) != 1:
-                hook = f"{callback.state_key}.{name}"
-                utils.error(f"{hook} is never called. Hooks: {hooks}, of (self, loop)")
 
 
 def run_process(local_rank, folder, world_size, first_rank):

@@ -63,16 +63,6 @@ def test_a_thawed_layer_has_a_rate_of_its_own(tune, tmp_path):
     assert_close(moved.abs().max().item(), 0.001, rtol=0.1, atol=0)
 
 
-def test_weight_decay_moves_a_frozen_weight_whose_gradient_is_0():
-    for none in (True, False):
-        weight = torch.ones(1)
-        weight.grad = torch.ones(1)
-        optimizer = torch.optim.AdamW([weight])
-        optimizer.zero_grad(set_to_none=none)
-        optimizer.step()
-        assert (weight.item() == 1) == none
-
-
 @pytest.mark.waits
 def test_sharded_prints_and_saves_what_ddp_does(tune, tmp_path):
     """Also if it resumes at the thaw, or after it."""

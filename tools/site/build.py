@@ -56,7 +56,6 @@ from tools.site.pages import (
     explanations,
     page_names,
     parse,
-    right_outputs,
     title,
 )
 
@@ -212,22 +211,6 @@ def is_explained(section):
     return prose and parts == [part for part in PARTS if part in parts]
 
 
-def check_partners(pages):
-    """A wrong output is shown beside the right one, which must be on the same page.
-
-    Only where the command ends well with the fault in it, too: that mistake is silent.
-    """
-    problems = []
-    for page in pages:
-        rights = right_outputs(page)
-        for block in {*page.blocks}.difference(rights, rights.values()):
-            is_silent = block.faults and not block.status
-            if is_silent and block.anchor in page.explaining():
-                what = "no block of this page has its output without the fault"
-                problems.append(f"{page.name}:{block.line}: {block.text}: {what}")
-    return problems
-
-
 # The whole
 
 
@@ -247,7 +230,7 @@ def build(args):
     """Fill the pages in, or only compare: what is wrong."""
     scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
-    problems = check_explanations(pages) + check_partners(pages)
+    problems = check_explanations(pages)
     if args.only is not None:
         pages = [page for page in pages if Path(page.name).stem == args.only]
         if not pages:
