@@ -199,7 +199,7 @@ function explore(picture) {
     }
     for (const button of figure.querySelectorAll(".presets button"))
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
-    [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth);
+    [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320); // 0: it is not laid out yet
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
     command.innerHTML = (`python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
       + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`).replace(/--\S+ \S+/g, "<span>$&</span>");
@@ -225,7 +225,7 @@ function explore(picture) {
     else if (target.textContent === "Copy") navigator.clipboard?.writeText(command.textContent);
   };
   addEventListener("hashchange", read);
-  addEventListener("resize", show);
+  new ResizeObserver(show).observe(drawing);
   read();
   if (location.hash.includes("=")) figure.closest("section").scrollIntoView();
 }

@@ -20,6 +20,8 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
 
 // An option does not break behind its hyphens.
 for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent));
+for (const pre of all(":is(.highlight-sh, .highlight-console) pre"))
+  pre.innerHTML = pre.innerHTML.replace(/(?<=[>\s])-[\w-]{1,30}(?=[\s<=])/g, '<span class="option">$&</span>');
 
 // An output in columns scrolls, and others wrap.
 for (const pre of all(".highlight-console pre")) pre.classList.toggle("columns", /\S {3}/.test(pre.textContent));

@@ -110,7 +110,7 @@ function lanes(run, frame, left, size, wide) {
   const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
   const place = (i, w = size) => left + i * w + 4 * Math.floor(i / 4);
   const h = high(size, wide), w = wide && !run.overlaps ? Math.round(1.4 * size) : size;
-  const count = new Map();
+  const count = new Map(), good = run.key === RIGHT ? "ok-ink" : "ink"; // a wrong run has nothing in green here
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
     const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
     if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
@@ -118,7 +118,7 @@ function lanes(run, frame, left, size, wide) {
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
     if (repeats && begun(e, 0)) parts.push(write(left + 24, y - 8, "the order of epoch 1 again", "bad-ink b"));
-    else if (run.announces && e && begun(e, 0)) parts.push(write(left + 24, y - 8, `set_epoch(${e}): a new order`, "ok-ink b"));
+    else if (run.announces && e && begun(e, 0)) parts.push(write(left + 24, y - 8, `set_epoch(${e}): a new order`, `${good} b`));
     steps.forEach((step, s) => RANKS.forEach((rank) => step[rank].taken.forEach((sample, i) => {
       const x = place(4 * s + i, w), top = y + rank * h, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
       if (!begun(e, s)) return parts.push(box(x, top, w, h, "empty"));
@@ -135,7 +135,7 @@ function lanes(run, frame, left, size, wide) {
     return square(place(sample), 22, size, sample, !by ? "free" : by.length > 1 ? "bad" : `rank${by[0]}`);
   });
   const ended = frame.phase === 3, all = `Epoch ${frame.epoch + 1} took each sample ${run.overlaps ? "twice" : "once"}`;
-  const title = ended ? write(0, 14, all, `${run.overlaps ? "bad-ink" : "ok-ink"} b`) : write(0, 14, `${SAMPLES} samples`, "ink b");
+  const title = ended ? write(0, 14, all, `${run.overlaps ? "bad-ink" : good} b`) : write(0, 14, `${SAMPLES} samples`, "ink b");
   return [group("pool", 0, 0, [title, pool]), group("taken", 0, 0, epochs)];
 }
 
@@ -163,7 +163,7 @@ function weight(run, steps, width, tall, wide) {
   const last = steps.at(-1), apart = steps.some(gap), x = part * steps.length;
   const y = (step, rank) => middle - (step[rank].weight - mean(step[0].weight, step[1].weight)) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(...wide ? [60, 14, "· distance from the mean"] : [0, 22 + tall + 16, "distance from the mean"], "soft small")];
+  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(...wide ? [60, 14, width > 360 ? "· distance from the mean" : ""] : [0, 22 + tall + 16, "distance from the mean"], "soft small")];
   if (apart) {
     out.push(line([...points(0), ...points(1).reverse()], "gap"), write(width, 14, `${fixed(gap(last), 3)} apart`, "bad-ink b end"));
     for (const rank of RANKS) {
@@ -235,11 +235,12 @@ function play(figure) {
   let index = last(), timer, width;
   const show = (room = drawing.clientWidth) => {
     const said = tell(read(key()), pictures()[index]), off = key().slice(0, 2);
-    if (index === last() && off !== "00") said.push([off === "11" ? "Tick the lines to repair them." : "Tick the line to repair it."]);
+    if (index === last() && off !== "00") said.push([`<span class="again">Tick the line${off === "11" ? "s to repair them" : " to repair it"}.</span>`]);
     [drawing.innerHTML] = draw(key(), index, width = room);
     count.textContent = `${index + 1} of ${last() + 1}`;
     caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
+    back.disabled = !index;
     start.textContent = timer ? "Pause" : "Play";
   };
   const follow = () => {
