@@ -27,21 +27,38 @@ BLOCKS = 48
 PLAN_OF_THE_PAGE
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         for name in "q", "k", "v", "out":
             setattr(self, name, nn.Linear(8, 8))
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
 
     def forward(self, x):
         batch, tokens, _ = x.shape
         parts = self.q(x), self.k(x), self.v(x)
         heads = [y.view(batch, tokens, -1, 4).transpose(1, 2) for y in parts]
-        y = scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        return x + self.down(gelu(self.up(x)))
+        return self.out(scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+        self.mlp = MLP()
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(x)
 
 
 class Model(nn.Module):
@@ -82,7 +99,8 @@ dist.destroy_process_group()
 @pytest.mark.waits
 def test_the_plan_of_a_transformer(tmp_path):
     """Two ranks compute its outputs and gradients, each with half of the weights."""
-    plan = fence("docs/split_your_model.md", "PLAN = {}")
+    page = "docs/split_your_model.md"
+    plan = fence(page, "PLAN = {}") + fence(page, "both = {")
     script = BLOCKS.replace("PLAN_OF_THE_PAGE", plan)
     (tmp_path / "blocks.py").write_text(script)
     done = torchrun("blocks.py", cwd=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)

@@ -163,7 +163,7 @@ function weight(run, steps, width, tall, wide) {
   const last = steps.at(-1), apart = steps.some(gap), x = part * steps.length;
   const y = (step, rank) => middle - (step[rank].weight - mean(step[0].weight, step[1].weight)) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(...wide ? [60, 14, width > 360 ? "· distance from the mean" : ""] : [0, 22 + tall + 16, "distance from the mean"], "soft small")];
+  const out = [write(0, 14, "weight", "ink b"), rule(0, middle, last ? x : width - 54, middle, "axis"), write(...wide ? [60, 14, width > 320 ? "· distance from the mean" : ""] : [0, 22 + tall + 16, "distance from the mean"], "soft small")];
   if (apart) {
     out.push(line([...points(0), ...points(1).reverse()], "gap"), write(width, 14, `${fixed(gap(last), 3)} apart`, "bad-ink b end"));
     for (const rank of RANKS) {
