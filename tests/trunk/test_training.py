@@ -44,8 +44,8 @@ MULTIGPU = "multigpu.py"
 MULTINODE = "multinode.py"
 
 
-def as_typed(names, if_not_new=pytest.mark.waits):
-    """`names`, the variants among them for `--all`: a command of 50 epochs is dear.
+def variants_wait(names, if_not_new=pytest.mark.waits):
+    """`names`, the variants among them for `--all`: runs of their own are dear.
 
     if_not_new: the mark of those that --all runs in forks.
     """
@@ -66,7 +66,7 @@ def test_a_task_of_its_own_has_a_test_of_its_own(name):
         assert "\ndef test_learns(typed)" in text
 
 
-@pytest.mark.parametrize("name", as_typed(OF_THE_TRUNKS_TASK))
+@pytest.mark.parametrize("name", variants_wait(OF_THE_TRUNKS_TASK))
 def test_learns(typed, name):
     """With the docstring's own command: to within 10 % of the noise floor."""
     _, done, _ = typed(name)
@@ -79,7 +79,7 @@ def test_learns(typed, name):
     assert saved == ["10", "20", "30", "40", "50"]
 
 
-@pytest.mark.parametrize("name", as_typed(SCRIPTS))
+@pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
     _, done, _ = typed(name)
@@ -89,7 +89,9 @@ def test_the_first_command_has_nothing_to_complain_about(typed, name):
     assert not complaints
 
 
-@pytest.mark.parametrize("name", as_typed(DISTRIBUTED, if_not_new=pytest.mark.full))
+@pytest.mark.parametrize(
+    "name", variants_wait(DISTRIBUTED, if_not_new=pytest.mark.full)
+)
 def test_no_gloo_thread_outlives_main(typed, name):
     """One that does may abort the process at exit, or hang it.
 
@@ -170,7 +172,7 @@ def test_snapshot_holds_plain_keys(runs, name):
         assert re.fullmatch(pattern, file), "no left-overs"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, name):
     """The scripts of the root were killed as real processes.
 
@@ -303,7 +305,7 @@ def changed(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
     """A reader adds a scheduler's step, a counter or a `break` wherever it seems right.
 
@@ -316,7 +318,7 @@ def test_a_line_added_anywhere_in_train_runs_on_every_rank(changed, name):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_what_is_evaluated_is_what_is_saved(changed, name):
     """Also with BatchNorm, whose statistics each rank gathers from its own samples."""
     folder, done, hooks = changed(name)
@@ -336,7 +338,7 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
     assert held_out_loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_the_speed_is_that_of_the_training(changed, name):
     """Without the evaluation: 1 s for each step, by the clock of `count_seconds`."""
     _, done, _ = changed(name)
@@ -345,7 +347,7 @@ def test_the_speed_is_that_of_the_training(changed, name):
     assert re.findall(r"\| (\S+) samples/s", done.stdout) == [speed, speed]
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", variants_wait(DISTRIBUTED))
 def test_device_cpu_tries_several_processes_on_one_gpu(changed, name):
     _, done, _ = changed(name)
     assert "2 x cpu, batch 32 each: effective batch " in done.stdout

@@ -92,16 +92,15 @@ def test_it_takes_no_folder_but_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("moment", "saved"), [("parts", 5), ("metadata", 5), ("old", 6), ("error", 5)]
+    ("moment", "saved"), [("metadata", 5), ("old", 6), ("error", 5)]
 )
 def test_stopped_while_saving_it_keeps_a_whole_snapshot(runs, copy_of, moment, saved):
-    """SIGKILL in the save after the sixth epoch, or a rank that cannot write.
+    """In the save after the sixth epoch, rank 0 gets SIGKILL, or rank 1 cannot write.
 
-    `parts`: before the last rank writes its own. `metadata`: before rank 0 writes that
-    all have written. `old`: after that, before the old folder is removed.
+    `metadata`: before rank 0 writes that all have written. `old`: after that, before
+    the old folder is removed.
     """
     owner, function, rank = {
-        "parts": (dcp.FileSystemWriter, "write_data", 1),
         "error": (dcp.FileSystemWriter, "write_data", 1),
         "metadata": (dcp.FileSystemWriter, "finish", 0),
         "old": (shutil, "rmtree", 0),
