@@ -129,8 +129,9 @@ print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
 
 def test_an_error_lets_gloos_threads_free_their_tensors():
     """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
-    words = ["python", "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS]
-    done = Program(words, ROOT, real=True).finish()
+    done = Program(
+        ["python", "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], ROOT, real=True
+    ).finish()
     assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
@@ -227,7 +228,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
     script = plant(MULTIGPU, tmp_path / "copy", soon)
     programs = []
-    for path in ("first.pt", "second.pt"):
+    for path in "first.pt", "second.pt":
         program = start(
             script,
             1,
@@ -342,7 +343,7 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
 def test_the_speed_is_that_of_the_training(changed, name):
     """Without the evaluation: 1 s for each step, by the clock of `count_seconds`."""
     _, done, _ = changed(name)
-    (steps, samples) = re.search(r"(\d+) steps per epoch, (\d+)", done.stdout).groups()
+    steps, samples = re.search(r"(\d+) steps per epoch, (\d+)", done.stdout).groups()
     speed = f"{int(samples) / int(steps):,.0f}"
     assert re.findall(r"\| (\S+) samples/s", done.stdout) == [speed, speed]
 

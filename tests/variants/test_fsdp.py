@@ -132,11 +132,12 @@ def test_a_rank_holds_its_share_of_the_rows(tmp_path):
         ]
 
 
+@pytest.mark.waits
 def test_files_of_one_epoch_that_differ(tmp_path):
     """All take rank 0's: parts of two models are no model, and no error."""
     train(NAME, 1, 1, cwd=tmp_path / "0")
-    other = "utils.seed(0)", "utils.seed(1)"
-    train(NAME, 1, 1, cwd=tmp_path / "1", changes=[other])
+    changes = [("utils.seed(0)", "utils.seed(1)")]
+    train(NAME, 1, 1, cwd=tmp_path / "1", changes=changes)
     shutil.copytree(tmp_path / "0", tmp_path / "alike")
     expected = train(NAME, 2, 1, cwd=tmp_path / "alike")
     first, _ = launch_on_own_disks(NAME, 2, 1, cwd=tmp_path)

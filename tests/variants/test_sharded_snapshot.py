@@ -34,6 +34,7 @@ def add_buffer(train_set, eval_set, model, loss_fn):
     return train_set, eval_set, model, loss_fn
 
 
+@pytest.mark.waits
 def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tmp_path):
     """fsdp.py, 2 ranks, 4, and the lines of the chapter for fsdp.py on one."""
     how = {"cwd": tmp_path, "hooks": [add_buffer]}
