@@ -39,7 +39,7 @@ def change(add=(), drop=()):
     with open(__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         proofs = read().difference(drop).union(add)
-        temporary = GREEN.with_suffix(".tmp")
+        temporary = GREEN.with_name(".green.tmp")  # which nobody copies meanwhile
         lines = ["\t".join(proof) for proof in sorted(proofs)]
         temporary.write_text("\n".join(lines) + "\n")
         temporary.rename(GREEN)  # whole, also if this is interrupted
