@@ -1,4 +1,4 @@
-"""mingpt/modern.py: each change alone, all but each, and what each of them claims.
+"""mingpt/modern.py: what each of its changes claims.
 
 test_model.py shows of both models what both must do.
 """
@@ -10,45 +10,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import ablation
 from mingpt import modern as module
 from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import (
     build,
-    check_cache,
-    check_causal,
     moved_by,
     tokens,
     with_large_weights,
 )
-
-MARKS = {  # what the text of a module has if a change is in it
-    "rotary positions": "def rotary(",
-    "RMSNorm": "nn.RMSNorm(",
-    "QK-norm": "F.rms_norm(",
-    "squared ReLU": ".square()",
-    "zero init": "# so that a new block changes nothing",
-    "no biases": "4 * C, bias=False",
-    "Muon": "torch.optim.Muon(",
-}
-
-
-@pytest.mark.waits
-@pytest.mark.parametrize("which", ["one in", "one out"])
-@pytest.mark.parametrize("change", MARKS)
-def test_each_change_works_alone_and_the_others_without_it(change, which):
-    variant = f"{which}: {change}"
-    made = ablation.load(variant)
-    model = with_large_weights(build(made, checkpoint=True))
-    check_causal(model)
-    check_cache(model)
-    check_learns(made)
-
-    text = ablation.variants()[variant]
-    found = {name for name, mark in MARKS.items() if mark in text}
-    expected = {change} if which == "one in" else MARKS.keys() - {change}
-    assert found == expected
-    assert ("wpe" in model.transformer) == ("rotary positions" not in expected)
 
 
 def loss_of(model):
@@ -58,10 +27,9 @@ def loss_of(model):
 
 
 @in_a_fork
-def check_learns(made):
-    """It learns a batch by heart."""
-    model = build(made).float()
-    optimizer = made.make_optimizer(model, lr=1e-2, weight_decay=0.0)
+def test_it_learns_a_batch_by_heart():
+    model = build(module).float()
+    optimizer = module.make_optimizer(model, lr=1e-2, weight_decay=0.0)
     for _ in range(80):
         loss = loss_of(model)
         optimizer.zero_grad()
@@ -147,17 +115,18 @@ def test_only_matrices_are_left():
 
 @pytest.mark.waits
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    made = ablation.load("one in: Muon")  # it has biases
-    model = build(made)
-    optimizer = made.make_optimizer(model, lr=1e-3, weight_decay=0.2)
+    model = build(module)
+    layer = model.transformer.h[0].mlp.c_fc
+    layer.bias = torch.nn.Parameter(torch.zeros(len(layer.weight)))
+    optimizer = module.make_optimizer(model, lr=1e-3, weight_decay=0.2)
     names = {weight: name for name, weight in model.named_parameters()}
     muon, decay, rest = [
         {names[weight] for weight in group["params"]}
         for group in optimizer.param_groups
     ]
     assert muon == {name for name in names.values() if re.search("c_.*weight", name)}
-    assert decay == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert rest == {*names.values()} - muon - decay
+    assert decay == {"transformer.wte.weight"}
+    assert rest == {"transformer.h.0.mlp.c_fc.bias"}
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     assert decays == [0.2, 0.2, 0]
 

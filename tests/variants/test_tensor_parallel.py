@@ -1,10 +1,11 @@
 """tensor_parallel.py: the training of one process, with layers cut over ranks."""
 
-from textwrap import indent
+import inspect
 
 import pytest
 import torch
 
+from docs.split_your_model.train import clip_grad_norm_
 from tests.helpers.checks import (
     STANDIN,
     assert_same_losses,
@@ -17,9 +18,9 @@ from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
 from tests.hooks.probe import probe
 from tests.variants.test_fsdp import LAYERS, MODEL
-from tools.files import edit
 from tools.run.launch import launch, torchrun, train
 from tools.run.results import load, losses
+from tools.scripts import ROOT
 
 NAME = "variants/tensor_parallel.py"
 PARENT = "multinode.py"
@@ -46,12 +47,13 @@ def test_learns(typed):
 def test_any_split_continues_any_other(tmp_path, model):
     """2 replicas of 2 ranks, 1 of 4, 2 of 1, then the parent, as the parent alone.
 
-    Ranks begin with other weights. The page's lines clip by the norm of all gradients.
+    Ranks begin with other weights. They clip by the norm of all gradients.
     """
     step = "        self.optimizer.step()\n"
-    clipping = fence(PAGE, "clip_grads_with_norm_")
-    changes = (step, indent(clipping, 8 * " ") + step), SEED, (LAYERS, model)
-    mine = {"changes": changes}
+    clip = "        clip_grad_norm_(self.model, 1.0)\n"
+    trainer = "class Trainer:\n"
+    clipping = (trainer, inspect.getsource(clip_grad_norm_) + trainer)
+    mine = {"changes": [(step, clip + step), clipping, SEED, (LAYERS, model)]}
     clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)\n"
     parents = {"changes": [(step, clip + step), (MODEL, model), RATE], "nprocs": 1}
     how = {"cwd": tmp_path, "hooks": [float64]}  # in which rounding hides nothing
@@ -152,7 +154,9 @@ SHARDED = """
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, parallel
+from torch.distributed.tensor import parallel
+
+from docs.split_your_model.train import clip_grad_norm_
 
 dist.init_process_group("gloo")
 device = torch.device("cpu")
@@ -169,11 +173,10 @@ def step(model, source):
     model.zero_grad()
     model(source).square().sum(1).mean().backward()
 
-def clip(model):
-    CLIPPING
 whole = make()
 whole_optimizer = torch.optim.AdamW(whole.parameters())
 model = make()
+model.blocks = [model[0]]
 SHARDING
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 for _ in range(3):
@@ -182,7 +185,7 @@ for _ in range(3):
     torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     whole_optimizer.step()
     step(model, source[mesh["replica"].get_local_rank() :: replicas])
-    clip(model)
+    clip_grad_norm_(model, 1.0)
     optimizer.step()
 for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
     torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=1e-12)
@@ -191,15 +194,9 @@ for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
 
 def test_fsdp_over_the_replicas_trains_the_same(tmp_path):
     """Four ranks train the model of one device, with the page's lines."""
-    clipping = indent(fence(PAGE, "clip_grads_with_norm_"), 4 * " ")
-    changes = [
-        ("    CLIPPING\n", clipping.replace("self.", "")),
-        ("SHARDING\n", fence(PAGE, "fully_shard(")),
-    ]
     script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    edit(script, *changes)
-    torchrun("sharded.py", cwd=tmp_path, nprocs=4)
+    script.write_text(SHARDED.replace("SHARDING\n", fence(PAGE, "fully_shard(")))
+    torchrun("sharded.py", cwd=tmp_path, nprocs=4, PYTHONPATH=ROOT)
 
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):
