@@ -30,7 +30,7 @@ def check(whole, model, convert, plan, source, targets, loss_fn):
     wrong = differing(found, outputs)
     wrong_gradients = differing(found_gradients, convert(gradients))
     if dist.get_rank() == 0:
-        print(f"{cut} of {len(found_gradients)} parameters are cut")
+        print(f"parameters in the plan: {cut} of {len(found_gradients)}")
         print(f"{messages} messages in a step")
         print("outputs that differ:", len(wrong), *wrong[:1])
         print("gradients that differ:", len(wrong_gradients), *wrong_gradients[:1])

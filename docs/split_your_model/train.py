@@ -228,11 +228,6 @@ def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
-def make_scheduler(optimizer):
-    """Warm up for 50 steps."""
-    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
-
-
 def prepare_dataloader(dataset, batch_size, sampler, device, drop_last=False):
     return DataLoader(
         dataset,
@@ -255,7 +250,8 @@ def main(args):
     ddp_setup(device)
     counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
-    scheduler = make_scheduler(optimizer)
+    # It warms up for 50 steps.
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
     utils.check_optimizer(optimizer, model)
     utils.check_data(train_set, eval_set, args.batch_size / args.split)
     # Whole batches only, so that every step averages over equally many samples.

@@ -15,7 +15,6 @@ The markers are comments, so that the pages read well wherever Markdown is shown
                                             the first text to the end of the one with
                                             the last; one text: that statement alone
     <!-- scripts -->                        the table of the scripts, in README.md
-    <!-- contents -->                       the list of all pages, by group, in docs/
     <!-- run COMMAND -->                    what COMMAND prints in a fresh copy of this
                                             repository, on the CPU; it must end well;
                                             speeds and pids are shown as [...]
@@ -51,7 +50,6 @@ from tools.diffs import changed_lines, changes, hunks
 from tools.scripts import ROOT, InputError
 from tools.site.commands import run_all
 from tools.site.pages import (
-    GROUPS,
     TESTS,
     explanations,
     page_names,
@@ -122,19 +120,6 @@ def code(block):
     return ["```python", *lines[shown[0].lineno - 1 : shown[-1].end_lineno], "```"]
 
 
-def page_links(names, folder=""):
-    """folder: that of the pages, from the page that shows the links."""
-    return [f"[{title(name)}]({folder}{name}.md)" for name in names]
-
-
-def contents(_):
-    """The list of all pages."""
-    return [
-        f"- **{group}**: {' · '.join(page_links(names))}"
-        for group, names in GROUPS.items()
-    ]
-
-
 def chapters(name, explained):
     """The names of the pages that explain a script."""
     if name == scripts.trunk()[0]:
@@ -158,19 +143,14 @@ def scripts_table(_):
         size = "(start here)"
         if parent:
             size = f"{len(changed_lines(parent, name))}, compared with {parent}"
-        cells = [
-            f"[{name}]({name})",
-            scripts.summary(name),
-            size,
-            ", ".join(page_links(chapters(name, explained), "docs/")),
-        ]
+        pages = [f"[{title(x)}](docs/{x}.md)" for x in chapters(name, explained)]
+        cells = [f"[{name}]({name})", scripts.summary(name), size, ", ".join(pages)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 MAKERS = {  # {kind of a block: what makes its lines}
     "scripts": scripts_table,
-    "contents": contents,
     "code": code,
     "diff": lambda block: hunk_diff(block) if block.hunks else shown_lines(block),
 }

@@ -14,7 +14,7 @@ GROUPS = {
     " modern_gpt 7_sharding 8_slower theory glossary",
     "Do": "which_one convert_your_script audit adapt_your_script make_it_real"
     " fine_tune slurm preflight predict shard_your_model split_your_model",
-    "When it breaks": "it_hangs troubleshooting messages when_machines_fail",
+    "When it breaks": "it_hangs nccl troubleshooting messages when_machines_fail",
     "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
     " mixed_precision multinode_spawn diloco real_job preemptible ddp2 tensor_parallel"
     " sharded_snapshot train_loop",
@@ -35,7 +35,6 @@ MARKERS = {  # what stands in the comment, and its kind
     "not run here: (?P<text>.+)": "not run here",
     r"file (?P<text>[\w-]+\.\w+)": "file",
     "scripts": "scripts",
-    "contents": "contents",
     RUN: "run",
     r"code (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)": "code",
     SHOWN: "diff",

@@ -33,7 +33,7 @@ for (const header of all("article th"))
 // A phone stacks the cells of a table of sentences, each with its column's name.
 for (const table of all("article table")) {
   const names = [...table.querySelectorAll("thead :is(th, td)")].map((x) => x.textContent), cells = [...table.querySelectorAll("tbody td")];
-  if (names.length > 2 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.className = "stacks";
+  if (names.length > 2 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.classList.add("stacks");
   for (const cell of cells) cell.dataset.name = names[cell.cellIndex];
 }
 

@@ -52,11 +52,11 @@ function time(run, frame) {
 }
 
 function happened(run, { epoch, step, phase }) {
-  if (epoch === undefined) return [["Two ranks, each with its own copy of the model, train on 16 samples."]];
+  if (epoch === undefined) return [["Two ranks, each with its own copy of the model, train on 16 samples with DistributedDataParallel (DDP)."]];
   const now = run.epochs[epoch], [a, b] = now.steps[step], apart = gap([a, b]);
-  if (phase === 3) return [[`Epoch ${epoch + 1} ends: the held-out loss is ${fixed(now.heldOut)}.`], ...judge(run, epoch)];
+  if (phase === 3) return [[`Epoch ${epoch + 1} ends: the held-out loss${epoch ? "" : ", of samples that no rank trains on,"} is ${fixed(now.heldOut)}.`], ...judge(run, epoch)];
   const takes = [`Epoch ${epoch + 1}, step ${step + 1}: rank 0 takes samples ${a.taken.join(", ")}, rank 1 takes ${b.taken.join(", ")}.`];
-  const drift = apart ? [[`The weights are ${fixed(apart, 3)} apart: these are two models now.`, "wrong"]] : [];
+  const drift = apart ? [[`The weights are ${fixed(apart, 3)} apart: these are ${epoch || step ? "still two models" : "two models now"}.`, "wrong"]] : [];
   const shares = run.overlaps ? ["Both take the same samples: rank 1 only repeats the work of rank 0.", "wrong"]
     : ["The sampler gives each rank samples of its own.", "right"];
   if (phase === 0) return [takes, shares];
@@ -79,7 +79,7 @@ function judge(run, epoch) {
   if (gap(now.steps.at(-1)))
     wrong("Without ddp_model, each rank trains a model of its own on its share of the samples, and only rank 0's is saved.");
   else if (!run.averages) wrong("Without ddp_model, DDP sends no gradient: the weights are equal only because the samples are.");
-  if (now.repeats) wrong("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch.");
+  if (now.repeats) wrong("Without set_epoch, every epoch has the order of the first: the same samples always meet in a batch, and what one batch gets wrong never averages out.");
   if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: rank 1 does no useful work.");
   const better = now.heldOut < right, theirs = `the ${fixed(right)} of the right run`;
   if (!said.length) said.push(["The right run has the same loss after epoch 1."]);
@@ -104,7 +104,7 @@ const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at))
 // The samples, and below them which of them each rank takes: time runs to the right.
 // A narrow picture has only the current epoch, and epoch 1 in thin lines to compare with.
 // Of two ranks that share the samples, a wide picture has room for larger squares.
-const THIN = 13, high = (size, wide) => Math.floor(wide ? 1.2 * size : size), EPOCH = (size) => 2 * high(size, true) + 24;
+const THIN = 13, high = (size, wide) => Math.floor(wide ? 1.2 * size : size), EPOCH = (size) => 2 * high(size, true) + 28;
 const lanesTall = (size, wide) => wide ? size + 30 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
 function lanes(run, frame, left, size, wide) {
   const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
@@ -114,13 +114,13 @@ function lanes(run, frame, left, size, wide) {
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
     const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
     if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
-      step[rank].taken.map((sample, i) => square(place(4 * s + i), y + rank * THIN, size, sample, run.overlaps && rank ? "bad" : `rank${rank}`, THIN))))];
+      step[rank].taken.map((sample, i) => square(place(4 * s + i), y + rank * THIN, size, sample, run.overlaps && rank ? "rank1 twice" : `rank${rank}`, THIN))))];
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
     if (repeats && begun(e, 0)) parts.push(write(left + 24, y - 8, "the order of epoch 1 again", "bad-ink b"));
     else if (run.announces && e && begun(e, 0)) parts.push(write(left + 24, y - 8, `set_epoch(${e}): a new order`, `${good} b`));
     steps.forEach((step, s) => RANKS.forEach((rank) => step[rank].taken.forEach((sample, i) => {
-      const x = place(4 * s + i, w), top = y + rank * h, kind = repeats || run.overlaps && rank ? "bad" : `rank${rank}`;
+      const x = place(4 * s + i, w), top = y + rank * h, kind = `rank${rank}` + (repeats || run.overlaps && rank ? " twice" : "");
       if (!begun(e, s)) return parts.push(box(x, top, w, h, "empty"));
       const drawn = square(x, top, w, sample, kind, h), fresh = frame.epoch === e && frame.step === s && (frame.phase === 0 || frame.phase === 2 && (e || s));
       if (frame.epoch === e) count.set(sample, [...count.get(sample) ?? [], rank]);
@@ -132,7 +132,7 @@ function lanes(run, frame, left, size, wide) {
   });
   const pool = [...Array(SAMPLES).keys()].map((sample) => {
     const by = count.get(sample);
-    return square(place(sample), 22, size, sample, !by ? "free" : by.length > 1 ? "bad" : `rank${by[0]}`);
+    return square(place(sample), 22, size, sample, !by ? "free" : by.length > 1 ? "rank1 twice" : `rank${by[0]}`);
   });
   const ended = frame.phase === 3, all = `Epoch ${frame.epoch + 1} took each sample ${run.overlaps ? "twice" : "once"}`;
   const title = ended ? write(0, 14, all, `${run.overlaps ? "bad-ink" : good} b`) : write(0, 14, `${SAMPLES} samples`, "ink b");
@@ -186,12 +186,12 @@ function chart(run, frame, width, tall, wide) {
   const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
     frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
   const drawn = points(run).slice(0, seen.length);
-  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
+  const out = [write(0, 14, wide ? "loss of each step, mean of both ranks" : "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
   if (run.key !== RIGHT) out.push(line(points(right), "dashed"), write(width, 14, "dashed: right run", "ink small end"));
   if (seen.length) {
     const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)], falls = drawn.at(-2)?.[1] < y - 8 && x < width - 40;
     out.push(`<circle cx="${at(x)}" cy="${at(y)}" r="4" class="ink"/>`,
-      write(falls ? x + 9 : x, falls ? y - 2 : y - 8, fixed(mean(a.loss, b.loss), 1), falls ? "ink small" : "ink small mid"));
+      write(falls ? x + 9 : x, falls ? y - 2 : y - 8, fixed(mean(a.loss, b.loss), 1), falls ? "ink small halo" : "ink small mid halo"));
   }
   out.push(write(0, base + 20, "held-out loss after epoch", "ink small"));
   right.epochs.forEach(({ heldOut }, e) => {
@@ -213,7 +213,7 @@ function draw(key, index, room) {
   const now = past.at(-1), { phase } = frame, moved = phase > 1 ? past : past.slice(0, -1);
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
   const equal = !run.overlaps && run.averages, sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
-  const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase ? ["not sent yet", "ink small end"] : ["", "ink"];
+  const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase && run.averages ? ["not sent yet", "ink small end"] : ["", "ink"];
   const y = wide ? pad : tall + pad, low = wide ? 60 : 40, below = y + (wide ? 180 : 84);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
     [pad + half, y, gradient(gradients, part, note, phase > 1 && equal ? "met" : "unsent")],
