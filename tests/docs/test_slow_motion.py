@@ -85,7 +85,7 @@ def test_keys_and_taps(visit):
     assert "each rank trains a model of its own" in status.text_content()
     play = figure.get_by_role("button", name="Play")
     play.tap()
-    tab.clock.run_for(14_000)
+    tab.clock.run_for(11_000)
     assert "DDP sends no gradient" in status.text_content()
     figure.press("ArrowRight")
     tab.clock.run_for(20_000)

@@ -19,7 +19,7 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
 }
 
 // An option does not break behind its hyphens.
-for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent));
+for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent) || option.textContent.length < 33 && !!option.closest("td"));
 for (const pre of all(":is(.highlight-sh, .highlight-console) pre"))
   pre.innerHTML = pre.innerHTML.replace(/(?<=[>\s])-[\w-]{1,30}(?=[\s<=])/g, '<span class="option">$&</span>');
 
@@ -33,7 +33,7 @@ for (const header of all("article th"))
 // A phone stacks the cells of a table of sentences, each with its column's name.
 for (const table of all("article table")) {
   const names = [...table.querySelectorAll("thead :is(th, td)")].map((x) => x.textContent), cells = [...table.querySelectorAll("tbody td")];
-  if (names.length > 2 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.classList.add("stacks");
+  if (names.length > 1 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.classList.add("stacks");
   for (const cell of cells) cell.dataset.name = names[cell.cellIndex];
 }
 
@@ -51,6 +51,19 @@ const reach = new ResizeObserver((entries) => {
 });
 const wide = "article pre, article .table-wrapper";
 for (const box of all(wide)) reach.observe(box);
+
+// The files of the picture of which_one lead where those of the list below it lead.
+for (const picture of all('picture:has(img[src*="which_one"])')) fetch(picture.querySelector("img").currentSrc).then((got) => got.text()).then((svg) => {
+  picture.outerHTML = svg.replace('role="img"', 'role="group"');
+  for (const text of all("article svg text")) {
+    const file = all("article li a").find((x) => x.textContent === text.textContent);
+    if (!file) continue;
+    const link = document.createElementNS("http://www.w3.org/2000/svg", "a");
+    link.setAttribute("href", (file.nextElementSibling ?? file).href);
+    text.replaceWith(link);
+    link.append(text);
+  }
+}).catch(() => {}); // a page that was opened as a file keeps the picture
 
 // What people type, and words of the heading that answers it
 const MEANT = {

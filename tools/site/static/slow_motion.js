@@ -48,7 +48,7 @@ function tell(run, frame) {
 // For how many milliseconds Play shows them. Later steps say little that is new.
 function time(run, frame) {
   const words = tell(run, frame).map(([said]) => said).join(" ").split(" ").length;
-  return frame.step && frame.phase === 2 ? 2500 : Math.min(5000, 1000 + 120 * words);
+  return frame.step && frame.phase === 2 ? 1600 : Math.min(4000, 800 + 100 * words);
 }
 
 function happened(run, { epoch, step, phase }) {
@@ -113,7 +113,7 @@ function lanes(run, frame, left, size, wide) {
   const count = new Map(), good = run.key === RIGHT ? "ok-ink" : "ink"; // a wrong run has nothing in green here
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
     const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
-    if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
+    if (!current) return e ? [] : [write(-5, y + THIN + 4, "epoch 1", "ink tiny"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
       step[rank].taken.map((sample, i) => square(place(4 * s + i), y + rank * THIN, size, sample, run.overlaps && rank ? "rank1 twice" : `rank${rank}`, THIN))))];
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
@@ -186,7 +186,7 @@ function chart(run, frame, width, tall, wide) {
   const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
     frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
   const drawn = points(run).slice(0, seen.length);
-  const out = [write(0, 14, wide ? "loss of each step, mean of both ranks" : "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
+  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
   if (run.key !== RIGHT) out.push(line(points(right), "dashed"), write(width, 14, "dashed: right run", "ink small end"));
   if (seen.length) {
     const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)], falls = drawn.at(-2)?.[1] < y - 8 && x < width - 40;
@@ -212,7 +212,7 @@ function draw(key, index, room) {
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
   const now = past.at(-1), { phase } = frame, moved = phase > 1 ? past : past.slice(0, -1);
   const gradients = phase > 0 ? now.map(({ own, used }) => phase > 1 ? [own, used] : [own, own]) : [];
-  const equal = !run.overlaps && run.averages, sent = run.overlaps ? ["were equal", "bad-ink b end"] : ["averaged", "ok-ink b end"];
+  const equal = !run.overlaps && run.averages, sent = run.overlaps ? ["equal already", "bad-ink b end"] : ["averaged", "ok-ink b end"];
   const note = phase > 1 ? run.averages ? sent : ["not sent", "bad-ink b end"] : phase && run.averages ? ["not sent yet", "ink small end"] : ["", "ink"];
   const y = wide ? pad : tall + pad, low = wide ? 60 : 40, below = y + (wide ? 180 : 84);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
