@@ -33,7 +33,7 @@ def check(whole, model, convert, plan, source, targets, loss_fn):
         print(f"parameters in the plan: {cut} of {len(found_gradients)}")
         print(f"{messages} messages in a step")
         print("outputs that differ:", len(wrong), *wrong[:1])
-        print("gradients that differ:", len(wrong_gradients), *wrong_gradients[:1])
+        print("gradients that differ:", len(wrong_gradients), *wrong_gradients[:4])
     vars(mesh).clear()  # PyTorch keeps it, and it would keep the process group
     gc.collect()
     dist.destroy_process_group()
@@ -49,13 +49,19 @@ def run(model, source, targets, loss_fn):
             lambda module, inputs, output, name=name: outputs.update({name: output})
         )
     loss_fn(model(source), targets).backward()
-    return outputs, {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {}
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, f"{name} has no gradient"
+        gradients[name] = weight.grad
+    return outputs, gradients
 
 
 def differing(found, expected):
-    """The names of the values that differ. A layer's part of an output is left out."""
+    """The names of the tensors that differ. A layer's part of an output is left out."""
     names = []
     for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            continue
         if isinstance(value, DTensor):
             value = value.full_tensor()
         other = expected.get(name, value)
