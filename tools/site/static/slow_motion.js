@@ -186,7 +186,7 @@ function chart(run, frame, width, tall, wide) {
   const seen = run.epochs.flatMap((x, e) => x.steps.filter((_, s) =>
     frame.epoch > e || frame.epoch === e && (frame.step > s || frame.step === s && frame.phase > 0)));
   const drawn = points(run).slice(0, seen.length);
-  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), line(drawn, "loss")];
+  const out = [write(0, 14, "loss of each step", "ink b"), rule(0, base, width, base, "axis"), rule(part, 24, part, base, "trail"), rule(2 * part, 24, 2 * part, base, "trail"), line(drawn, "loss")];
   if (run.key !== RIGHT) out.push(line(points(right), "dashed"), write(width, 14, "dashed: right run", "ink small end"));
   if (seen.length) {
     const [[x, y], [a, b]] = [drawn.at(-1), seen.at(-1)], falls = drawn.at(-2)?.[1] < y - 8 && x < width - 40;
