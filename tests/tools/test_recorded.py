@@ -23,7 +23,7 @@ CHANGES = [  # a file, one of tests, the script that a test in it is about
     ("README.md", "tests/docs/test_site.py", None),
     ("cluster/multinode.sbatch", "tests/cluster/test_slurm.py", None),
     ("mingpt/__init__.py", "tests/mingpt/test_train.py", None),
-    ("variants/tensor_parallel.py", "tests/docs/test_fences.py", None),
+    ("docs/fine_tune/pretrain.py", "tests/docs/test_fine_tune.py", None),
     ("variants/mixed_precision.py", "tests/variants/test_train_loop.py", None),
 ]
 
