@@ -104,19 +104,17 @@ for i in range(BLOCKS):
 
 def convert(state):
     """The weights of before.py's model, {name: value}, under the names of this file."""
-    converted = dict(state)
     sizes = [HEADS * HEAD_SIZE, KEY_HEADS * HEAD_SIZE, KEY_HEADS * HEAD_SIZE]
-    for number in range(BLOCKS):
-        for kind in ("weight", "bias"):
-            attn = f"blocks.{number}.attn"
-            q, k, v = converted.pop(f"{attn}.qkv.{kind}").split(sizes)
-            converted[f"{attn}.q.{kind}"] = q
-            converted[f"{attn}.k.{kind}"] = k
-            converted[f"{attn}.v.{kind}"] = v
-            mlp = f"blocks.{number}.mlp"
-            gate, up = converted.pop(f"{mlp}.gate_up.{kind}").chunk(2)
-            converted[f"{mlp}.gate.{kind}"] = gate
-            converted[f"{mlp}.up.{kind}"] = up
+    converted = {}
+    for name, value in state.items():
+        if ".qkv." in name:
+            for new, part in zip("qkv", value.split(sizes), strict=True):
+                converted[name.replace("qkv", new)] = part
+        elif ".gate_up." in name:
+            for new, part in zip(("gate", "up"), value.chunk(2), strict=True):
+                converted[name.replace("gate_up", new)] = part
+        else:
+            converted[name] = value
     return converted
 
 
@@ -125,6 +123,5 @@ if __name__ == "__main__":
     from check import check
 
     torch.manual_seed(0)  # the same weights and samples on each rank
-    source = torch.randint(VOCABULARY, (2, 16))
-    targets = torch.randint(VOCABULARY, (2, 16))
-    check(before.Model(), Model(), convert, PLAN, source, targets, TokenLoss())
+    tokens = torch.randint(VOCABULARY, (2, 16))
+    check(before.Model(), Model(), convert, PLAN, tokens, tokens, TokenLoss())
