@@ -91,15 +91,14 @@ class TokenLoss(nn.Module):
 
 
 PLAN = {}
-for i in range(BLOCKS):
-    for name in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"):
-        PLAN[f"blocks.{i}.{name}"] = parallel.ColwiseParallel()
-    for name in ("attn.out", "mlp.down"):
-        PLAN[f"blocks.{i}.{name}"] = parallel.RowwiseParallel()
-    for name in ("attn", "mlp"):  # the gradient of its input is added up once
-        PLAN[f"blocks.{i}.{name}"] = parallel.PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Replicate()
-        )
+for name in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"):
+    PLAN[f"blocks.*.{name}"] = parallel.ColwiseParallel()
+for name in ("attn.out", "mlp.down"):
+    PLAN[f"blocks.*.{name}"] = parallel.RowwiseParallel()
+for name in ("attn", "mlp"):  # the gradient of its input is added up once
+    PLAN[f"blocks.*.{name}"] = parallel.PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Replicate()
+    )
 
 
 def convert(state):

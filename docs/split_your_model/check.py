@@ -1,5 +1,6 @@
 """Does a model that is split compute what it computes whole? On CPUs, in float64."""
 
+import fnmatch
 import gc
 import sys
 
@@ -16,21 +17,25 @@ def check(whole, model, convert, plan, source, targets, loss_fn):
     """
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for weight in whole.double().parameters():
+    whole.double().eval()  # without dropout
+    model.double().eval()
+    for weight in whole.parameters():
         torch.nn.init.normal_(weight, std=0.1)  # a weight of zeros would hide mistakes
-    model.double().load_state_dict(convert(whole.state_dict()))
+    model.load_state_dict(convert(whole.state_dict()))
+    layers = [name for name, _ in model.named_modules()]
     for name in plan:
-        model.get_submodule(name)  # AttributeError: there is no such layer
+        assert fnmatch.filter(layers, name), f"{name} is no layer"
     parallel.parallelize_module(model, mesh, plan)
     outputs, gradients = run(whole, source, targets, loss_fn)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         found, found_gradients = run(model, source, targets, loss_fn)
     messages = sum(event.name == "gloo:all_reduce" for event in seen.events())
-    cut = sum(isinstance(weight, DTensor) for weight in model.parameters())
+    weights = model.named_parameters()
+    left = [name for name, weight in weights if not isinstance(weight, DTensor)]
     wrong = differing(found, outputs)
     wrong_gradients = differing(found_gradients, convert(gradients))
     if dist.get_rank() == 0:
-        print(f"parameters in the plan: {cut} of {len(found_gradients)}")
+        print("parameters that are not in the plan:", len(left), *left)
         print(f"{messages} messages in a step")
         print("outputs that differ:", len(wrong), *wrong[:1])
         print("gradients that differ:", len(wrong_gradients), *wrong_gradients[:4])

@@ -76,6 +76,16 @@ def clip_grad_norm_(model, max_norm):
     norm = torch.stack(norms).norm()  # of all gradients
     for weights in groups.values():
         torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+    return norm
+
+
+def make_data(size, seed):
+    """Sample i counts up from somewhere, in steps of its own, modulo VOCABULARY."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(VOCABULARY, (size, 1), generator=generator)
+    step = torch.randint(1, 6, (size, 1), generator=generator)
+    tokens = (first + step * torch.arange(17)) % VOCABULARY
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 class Trainer:
@@ -84,7 +94,6 @@ class Trainer:
         model: torch.nn.Module,
         loss_fn: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
         train_data: DataLoader,
         eval_data: DataLoader,
         device: torch.device,
@@ -97,7 +106,6 @@ class Trainer:
         self.model = model
         self.loss_fn = loss_fn.to(device)  # it may hold class weights
         self.optimizer = optimizer
-        self.scheduler = scheduler
         self.train_data = train_data
         self.eval_data = eval_data
         self.save_every = save_every
@@ -149,7 +157,6 @@ class Trainer:
         average_gradients(self.model, self.counterparts)
         clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
-        self.scheduler.step()
         return loss.detach()
 
     @torch.no_grad()
@@ -174,7 +181,6 @@ class Trainer:
         snapshot = {
             "MODEL_STATE": self.model.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
-            "SCHEDULER_STATE": self.scheduler.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
         }
         snapshot = utils.join_parts(snapshot)  # all ranks take part
@@ -197,17 +203,7 @@ class Trainer:
         utils.keep_parts(snapshot, self.model, self.optimizer)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
-        self.scheduler.load_state_dict(snapshot["SCHEDULER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
-
-
-def make_data(size, seed):
-    """Sample i counts up from somewhere, in steps of its own, modulo VOCABULARY."""
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randint(VOCABULARY, (size, 1), generator=generator)
-    step = torch.randint(1, 6, (size, 1), generator=generator)
-    tokens = (first + step * torch.arange(17)) % VOCABULARY
-    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 def load_train_objs():
@@ -250,8 +246,6 @@ def main(args):
     ddp_setup(device)
     counterparts = split_layers(model, device, args.split)  # before the optimizer
     optimizer = make_optimizer(model)
-    # It warms up for 50 steps.
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
     utils.check_optimizer(optimizer, model)
     utils.check_data(train_set, eval_set, args.batch_size / args.split)
     # Whole batches only, so that every step averages over equally many samples.
@@ -267,7 +261,6 @@ def main(args):
         model=model,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        scheduler=scheduler,
         train_data=train_data,
         eval_data=eval_data,
         device=device,
