@@ -16,14 +16,14 @@ snapshots take longer than usual, so that there is something to hit.
 
     python -m benchmarks.chaos --kills 20 --workers
 
-trains with two processes on one host (`torchrun --standalone`), kills only workers, and
-prints how often torchrun has restarted them.
+trains with two processes on one host (`torchrun --standalone`), and kills only workers.
 
 It fails unless training completes, all weights and optimizer state have the same bits,
 every snapshot can be read, and each attempt begins where the newest snapshot ends.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -57,22 +57,12 @@ class Note(NamedTuple):
     """A line of the log: rank 0, whose process began at `began`, did `step` at `when`.
 
     Steps are counted from 0 through all epochs. -1 is the start of the process, -2 that
-    of a save, and -3 its end. restarts: as torchrun counts them.
+    of a save, and -3 its end.
     """
 
     began: float
     when: float
     step: int
-    restarts: int
-
-
-class Kill(NamedTuple):
-    """The state of the job at that time; saved: how many epochs."""
-
-    when: float
-    is_starting: bool
-    is_writing: bool
-    saved: int
 
 
 class Job:
@@ -87,7 +77,7 @@ class Job:
         self.command = [*command, "--snapshot-path", self.snapshot]
         self.env = {"STEPS": log, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
         self.notes = []
-        self.kills = []
+        self.kills = []  # (when, how many epochs were saved then)
         self.restart_at = {}  # {host: when its agent is started again}
         self.began = time.time()
         self.last_step = self.began
@@ -179,7 +169,7 @@ class Job:
 
 def kill(job, kind, moment, step, start_s, rng):
     """Wait for the moment, from `step` on, and kill; the job notes it in `kills`."""
-    since = job.kills[-1].when if job.kills else job.began
+    since, _ = job.kills[-1] if job.kills else (job.began, 0)
     delay = rng.random()
 
     def is_due():
@@ -200,11 +190,10 @@ def kill(job, kind, moment, step, start_s, rng):
     job.kill(kind, host, pid)
     saved = load(job.snapshot)["EPOCHS_RUN"] if job.snapshot.exists() else 0
     steps = job.steps(since)
-    killed = Kill(when, not steps, job.is_writing(since), saved)
-    job.kills.append(killed)
     at = f"after step {steps[-1].step}" if steps else "while starting"
-    if killed.is_writing:
+    if job.is_writing(since):
         at += ", writing"
+    job.kills.append((when, saved))
     print(f"{when - job.began:6.1f} s  {kind} on {host}, {at}", flush=True)
 
 
@@ -215,17 +204,15 @@ def recoveries(job, steps_per_epoch):
     """
     found = []
     starts = [note.began for note in job.notes if note.step == -1]
-    ends = [killed.when for killed in job.kills[1:]]
-    for killed, end in zip(job.kills, [*ends, math.inf], strict=True):
-        first = job.steps(killed.when)[0]
+    for (when, saved), (end, _) in itertools.pairwise([*job.kills, (math.inf, 0)]):
+        first = job.steps(when)[0]
         if first.when > end:
             continue
-        before = [note.step for note in job.steps() if note.began < killed.when]
+        before = [note.step for note in job.steps() if note.began < when]
         twice = before[-1] + 1 - first.step if before else 0
-        attempts = sum(killed.when < start <= first.began for start in starts)
-        assert 0 <= twice <= SAVE_EVERY * steps_per_epoch, f"{twice} steps done twice"
-        assert first.step >= killed.saved * steps_per_epoch, "saved, and done again"
-        found.append((first.when - killed.when, attempts, twice))
+        attempts = sum(when < start <= first.began for start in starts)
+        assert first.step >= saved * steps_per_epoch, "saved, and done again"
+        found.append((first.when - when, attempts, twice))
     return found
 
 
@@ -244,9 +231,6 @@ def disturb(job, kills, seed, kinds, steps_per_epoch, start_s):
 
     counts = [f"{kill_kinds.count(kind)} {kind}s" for kind in kinds]
     print(f"kills: {kills} ({', '.join(counts)})")
-    writing = sum(killed.is_writing for killed in job.kills)
-    starting = sum(killed.is_starting for killed in job.kills)
-    print(f"    while a snapshot was written: {writing}; while starting: {starting}")
     took, attempts, twice = zip(*recoveries(job, steps_per_epoch), strict=True)
     print(f"recoveries: {len(took)}, at the first attempt: {attempts.count(1)}")
     times = f"median {statistics.median(took):.1f} s, worst {max(took):.1f} s"
@@ -281,8 +265,6 @@ def train(hosts, kills, seed, workers):
     assert {note.step for note in job.steps()} == {*range(steps)}, "steps are left out"
     assert same_bits(load(alone.snapshot), load(job.snapshot)), "other final weights"
     print("final weights and optimizer state: the same bits")
-    if workers:
-        print(f"torchrun's last restart count: {job.notes[-1].restarts}")
 
 
 if __name__ == "__main__":

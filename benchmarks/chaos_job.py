@@ -2,7 +2,7 @@
 
     torchrun ... -m benchmarks.chaos_job 50 10
 
-STEPS is the file that rank 0 appends to: a line [BEGAN, NOW, STEP, RESTARTS] after each
+STEPS is the file that rank 0 appends to: a line [BEGAN, NOW, STEP] after each
 step; with -1 for STEP when its process has imported all, with -2 and -3 before and
 after it saves. Each line has 64 bytes.
 """
@@ -39,8 +39,7 @@ BEGAN = began("self")
 
 def note(step):
     if os.environ["RANK"] == "0":
-        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        line = json.dumps([BEGAN, time.time(), step, restarts])
+        line = json.dumps([BEGAN, time.time(), step])
         # In one system call and one page of memory (64 divides a page, and Linux
         # copies page by page): neither a kill nor a reader finds half a line.
         with open(os.environ["STEPS"], "ab", buffering=0) as log:

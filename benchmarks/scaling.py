@@ -104,8 +104,6 @@ def predicted(name, here, rate):
         link=link,
         inside=link,
         latency=LATENCY,
-        jitter=0,
-        algorithm="ring",  # gloo has no trees
     )
     job = Job(
         compute=compute,

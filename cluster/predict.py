@@ -29,9 +29,9 @@ HOP_S = 3e-6  # latency from GPU to GPU in a machine, about what NCCL assumes of
 # compute: seconds of a micro-batch; backward: its share of them; sizes in bytes.
 Job = namedtuple("Job", "compute backward gradients weights layers accumulate bucket")
 # link: bytes/s of a machine; inside: of a GPU in it; latency: seconds of a message from
-# machine to machine; algorithm: of all-reduce, ring or tree, or None for the faster.
-Cluster = namedtuple("Cluster", "gpus link inside latency jitter algorithm")
-Step = namedtuple("Step", "compute bandwidth latency stragglers")  # seconds
+# machine to machine.
+Cluster = namedtuple("Cluster", "gpus link inside latency")
+Step = namedtuple("Step", "compute bandwidth latency")  # seconds
 PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -68,24 +68,11 @@ def all_reduce(size, nodes, cluster):
 
     In two trees, of half the bytes each, a rank sends all bytes up and down once, by
     log2(nodes) machines, in each of which the GPUs are a chain: Sanders, Speck, Träff
-    2009, doi.org/10.1016/j.parco.2009.09.001. `algorithm` may name one.
+    2009, doi.org/10.1016/j.parco.2009.09.001.
     """
     hops = (ceil(log2(nodes)), cluster.gpus - 1)
-    times = {
-        "ring": ring(2, size, nodes, cluster),
-        "tree": 2 * send(size, hops, nodes, cluster),
-    }
-    return times.get(cluster.algorithm, min(times.values()))
-
-
-def slowest_rank(ranks, jitter):
-    """The compute time of the slowest of W ranks: mean 1, standard deviation `jitter`.
-
-    It is about the normal quantile (W - 3/8)/(W + 1/4), as Blom 1958 found in
-    "Statistical Estimates and Transformed Beta-Variables".
-    """
-    quantile = (ranks - 0.375) / (ranks + 0.25)
-    return 1 + jitter * statistics.NormalDist().inv_cdf(quantile)
+    trees = 2 * send(size, hops, nodes, cluster)
+    return min(trees, ring(2, size, nodes, cluster))
 
 
 def buckets(job, backward, nodes, cluster):
@@ -105,20 +92,20 @@ def buckets(job, backward, nodes, cluster):
         yield ready, begun, sent
 
 
-def ddp(job, slow, nodes, cluster):
+def ddp(job, nodes, cluster):
     """Seconds of a step with DDP, whose buckets leave while backward computes.
 
-    slow: how much longer than job.compute it computes. Nothing hides the last bucket,
-    which is ready when backward ends. An accumulation sends with its last micro-batch.
-    Li et al. 2020, arxiv.org/abs/2006.15704, section 3.2.
+    Nothing hides the last bucket, which is ready when backward ends. An accumulation
+    sends with its last micro-batch. Li et al. 2020, arxiv.org/abs/2006.15704, section
+    3.2.
     """
-    backward = slow * job.compute * job.backward
+    backward = job.compute * job.backward
     *_, last = buckets(job, backward, nodes, cluster)
     _, _, sent = last
-    return job.accumulate * slow * job.compute + sent - backward
+    return job.accumulate * job.compute + sent - backward
 
 
-def fsdp(job, slow, nodes, cluster, hybrid=False):
+def fsdp(job, nodes, cluster, hybrid=False):
     """Seconds of a step with FSDP2, or with HSDP if `hybrid`.
 
     A layer is gathered for forward and for backward, then its gradients are reduced and
@@ -133,7 +120,7 @@ def fsdp(job, slow, nodes, cluster, hybrid=False):
     gather = ring(1, job.weights / job.layers, group, cluster)
     reduce = ring(1, gradients, group, cluster)
     between = all_reduce(gradients, nodes // group, cluster._replace(gpus=1))
-    layer = slow * job.compute / job.layers
+    layer = job.compute / job.layers
     forward = [(1 - job.backward) * layer] * job.layers  # the optimizer's time, too
     backward = [job.backward * layer] * job.layers
     todo = (forward + backward) * job.accumulate
@@ -160,15 +147,13 @@ def predict(way, job, nodes, cluster):
     """The parts of a Step.
 
     Each is what a step takes longer when links are no longer infinitely fast, then when
-    messages have a latency, then when ranks differ.
+    messages have a latency.
     """
     step = ddp if way == "ddp" else functools.partial(fsdp, hybrid=way == "hsdp")
-    at_once = step(job, 1, nodes, cluster._replace(latency=0))
-    alike = step(job, 1, nodes, cluster)
-    slow = slowest_rank(nodes * cluster.gpus, cluster.jitter)
-    real = step(job, slow, nodes, cluster)
+    at_once = step(job, nodes, cluster._replace(latency=0))
+    real = step(job, nodes, cluster)
     compute = job.accumulate * job.compute
-    return Step(compute, at_once - compute, alike - at_once, real - alike)
+    return Step(compute, at_once - compute, real - at_once)
 
 
 def judge(step):
@@ -249,14 +234,12 @@ def main():
         ("--layers", count, 24, "that FSDP gathers one after the other"),
         ("--bucket-mb", count, 25, "MiB in each of DDP's buckets but the first"),
         ("--latency-us", within(0, 1e9), 10, "of a message between machines"),
-        ("--jitter", within(0, 1), 0, "standard deviation of a rank's compute / mean"),
     ):
         if default is not None:
             what += f" ({default})"
         parser.add_argument(name, type=kind, default=default, help=what)
     parser.add_argument("--nodes", type=count, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--way", choices=[*WAYS, "all"], default="all")
-    parser.add_argument("--algorithm", choices=["ring", "tree"], help="(the faster)")
     args = parser.parse_args()
     if args.measure:
         is_clear = not args.step_ms and not args.parameters
@@ -287,8 +270,6 @@ def main():
         link=args.link,
         inside=args.inside,
         latency=args.latency_us / 1e6,
-        jitter=args.jitter,
-        algorithm=args.algorithm,
     )
     ways = WAYS if args.way == "all" else [args.way]
     print_rows(args.nodes, ways, job, cluster)

@@ -67,7 +67,7 @@ class Trainer:
             )
             # Ends the run at NaN, which must not be saved.
             losses = train_loss, held_out_loss
-            utils.check_state(losses, self.model, self.optimizer, self.snapshot_path)
+            utils.check_state(losses, self.model, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 

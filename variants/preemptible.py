@@ -88,7 +88,7 @@ class Trainer:
             )
             # Ends the run at NaN, which must not be saved.
             losses = train_loss, held_out_loss
-            utils.check_state(losses, self.model, self.optimizer, self.snapshot_path)
+            utils.check_state(losses, self.model, self.snapshot_path)
             if self.epochs_run % self.save_every == 0 or epoch == total_epochs - 1:
                 self._save_snapshot()
 
@@ -124,7 +124,7 @@ class Trainer:
         stop = self.sigterm.clone()
         dist.all_reduce(stop, group=self.cpu_group)
         if stop:
-            utils.check_state([], self.model, self.optimizer, self.snapshot_path)
+            utils.check_state([], self.model, self.snapshot_path)
             self._save_snapshot()
             self._print(f"preempted after {self.samples_run} samples of the epoch")
             dist.barrier(self.cpu_group)  # or torchrun ends the rank that saves

@@ -146,11 +146,6 @@ class TrainLoop:
 
     def _spawn(self, num_nodes, node_rank):
         """Train in new processes. Their memory is not shared: files go and come."""
-        process = torch.multiprocessing.current_process()
-        if getattr(process, "_inheriting", False):  # it imports your script
-            if not process.name.endswith("-1"):
-                time.sleep(60)  # one line is enough: when the first ends, so do all
-            utils.error('call `fit` below `if __name__ == "__main__":`')
         address, port = find_master() if num_nodes > 1 else ("localhost", 0)
         store = dist.TCPStore(address, port, is_master=node_rank == 0)
         self.store_at = address, store.port
@@ -237,9 +232,6 @@ class TrainLoop:
                 sampler.rank = local_rank * nodes + node_rank
         else:  # whole batches, for a loss that compares samples; and none is repeated
             samples = len(loader.dataset)
-            left = samples % loader.batch_size
-            if loader.drop_last and left:
-                self._print(f"drop_last=True: {left} of {samples} samples do not count")
             sampler = []
             for sample in range(samples):
                 batch = sample // loader.batch_size
@@ -276,7 +268,7 @@ class TrainLoop:
             losses = [self.loss]  # NaN must not replace the last good snapshot
             if not self.scaler.is_enabled():  # else a skipped step's may be infinite
                 losses.append(train_loss)
-            utils.check_state(losses, self.model, self.optimizer, path or "no file")
+            utils.check_state(losses, self.model, path or "no file")
             if self.scheduler and not self.scheduler_per_step:
                 if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                     self.scheduler.step(self.loss)
@@ -481,15 +473,6 @@ def check(loop, world_size):
         loader = getattr(loop, name)
         if loader is not None:
             check_loader(name, loader)
-    kind = type(loop)
-    if (
-        kind.get_loss is TrainLoop.get_loss
-        and kind.get_predictions is TrainLoop.get_predictions
-    ):
-        sample = loop.train_loader.dataset[0]
-        batch = loop.train_loader.collate_fn([sample])
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            utils.error(f"get_loss(self, batch) is yours to write for {type(batch)}")
 
 
 def check_loader(name, loader):
@@ -598,9 +581,8 @@ class BestCheckpoints(Callback):
 
     def on_epoch_end(self, loop):
         best = self.state["best"]
-        best[:] = [
-            pair for pair in best if os.path.exists(pair[1])
-        ]  # a kill loses some
+        # A kill may have lost some.
+        best[:] = [pair for pair in best if os.path.exists(pair[1])]
         path = self.path.format(loop.epochs_run)
         best.append([loop.loss, path])
         if os.path.exists(path):  # of a run that was killed after this epoch

@@ -1,6 +1,6 @@
 """The gradient of a loss over the batch of all ranks, computed in six ways.
 
-torchrun --standalone --nproc-per-node=4 docs/ddp2/gradients.py
+torchrun --standalone --nproc-per-node=4 -m docs.ddp2.gradients
 
 As in CLIP, the temperature is used in the loss and not in the encoder. After each way
 the gradients are averaged over the ranks, as DDP does it. In float64.
@@ -13,17 +13,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  before the group is made
 import torch.nn.functional as F
 
+from variants.ddp2 import Gather
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mine):
-        return without_gradient(mine)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        parts = torch.stack(gradient.chunk(dist.get_world_size()))
-        dist.all_reduce(parts)
-        return parts[dist.get_rank()]
+def with_gradient(mine):
+    return Gather.apply(mine, dist.group.WORLD)
 
 
 def without_gradient(mine):
@@ -60,8 +54,8 @@ def of_own(mine, views, log_scale, first=None):
 
 
 WAYS = {
-    "gathered with gradient": (Gather.apply, of_all, 1),
-    "... the loss of own points": (Gather.apply, of_own, 1),
+    "gathered with gradient": (with_gradient, of_all, 1),
+    "... the loss of own points": (with_gradient, of_own, 1),
     "own part put in": (own_put_in, of_all, 1),
     "... and the loss times 4": (own_put_in, of_all, 4),
     "others without gradient": (without_gradient, of_own, 1),

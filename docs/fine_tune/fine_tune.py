@@ -8,26 +8,21 @@ torchrun --standalone --nproc-per-node=2 docs/fine_tune/fine_tune.py
 import argparse
 import gc
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Imported before the process group is made: DDP would import it later, and it would
-# keep the group alive to the end, where a thread of gloo can abort or hang the exit.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # imported later, it may abort the exit
 import torch.nn as nn
 import torch.nn.functional as F
 from pretrain import Net, make_data
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
+from torch.utils.data import DataLoader, DistributedSampler, random_split
 
 SNAPSHOT = "tuned.pt"
 
 
 def get_args():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--frozen-epochs", type=int, default=5)
     parser.add_argument("--no-cuda", action="store_true")
@@ -55,6 +50,11 @@ def sum_over_processes(values, device):
     return sums.tolist()
 
 
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def train(model, ddp_model, device, loader, optimizer):
     model.train()
     model.body.eval()  # else batch normalization's statistics move, also if frozen
@@ -73,28 +73,14 @@ def test(model, device, loader):
     for source, targets in loader:
         source, targets = source.to(device), targets.to(device)
         loss += F.mse_loss(model(source), targets, reduction="sum").item()
-    total = len(loader.dataset)
-    loss, total = sum_over_processes([loss, total], device)
-    return loss / total
-
-
-def save_atomically(snapshot, path):
-    """A kill at any moment leaves the old file or the new one, whole."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def print_once(text):
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+    [loss_sum] = sum_over_processes([loss], device)
+    return loss_sum / len(loader.dataset)
 
 
 def save_once(values, path):
     if dist.get_rank() == 0:
-        save_atomically(values, path)
+        torch.save(values, f"{path}.tmp")  # a kill leaves the old file or the new one
+        os.replace(f"{path}.tmp", path)
 
 
 def main():
@@ -104,19 +90,22 @@ def main():
     device = torch.device("cuda" if use_cuda else "cpu")
     if use_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if use_cuda else "gloo"
     device_id = torch.cuda.current_device() if use_cuda else None
-    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = random_split(make_data(512, 1), [256, 256])
-    # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
-    batch_size = args.batch_size // world_size
     train_loader = DataLoader(
-        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+        train_set,
+        batch_size=args.batch_size // world_size,
+        sampler=sampler,
+        drop_last=True,
     )
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+    test_loader = DataLoader(
+        test_set,
+        batch_size=args.batch_size,
+        sampler=range(rank, len(test_set), world_size),
+    )
 
     model = load_pretrained().to(device)
     optimizer = make_optimizer(model)
@@ -134,7 +123,8 @@ def main():
         torch.manual_seed(epoch * world_size + rank)  # dropout differs by rank
         model.body.requires_grad_(epoch > args.frozen_epochs)
         if epoch in (epochs_run + 1, args.frozen_epochs + 1):
-            ddp_model = DistributedDataParallel(model)  # it looks at that only once
+            # DDP looks only once at what is trained.
+            ddp_model = nn.parallel.DistributedDataParallel(model)
         train(model, ddp_model, device, train_loader, optimizer)
         loss = test(model, device, test_loader)
         print_once(f"epoch {epoch}: test loss {loss:.4f}")
@@ -149,4 +139,4 @@ def main():
 if __name__ == "__main__":
     main()
     gc.collect()  # the model goes before its process group, or the exit may hang
-    dist.destroy_process_group()  # once the model is gone
+    dist.destroy_process_group()

@@ -8,20 +8,16 @@ torchrun --standalone --nproc-per-node=2 docs/fine_tune/sharded.py
 import argparse
 import gc
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Imported before the process group is made: DDP would import it later, and it would
-# keep the group alive to the end, where a thread of gloo can abort or hang the exit.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # imported later, it may abort the exit
 import torch.nn as nn
 import torch.nn.functional as F
 from pretrain import Net, make_data
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
+from torch.utils.data import DataLoader, DistributedSampler, random_split
 
 SNAPSHOT = "tuned_sharded.pt"
 WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -29,7 +25,7 @@ WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def get_args():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--frozen-epochs", type=int, default=5)
     parser.add_argument("--no-cuda", action="store_true")
@@ -57,6 +53,11 @@ def sum_over_processes(values, device):
     return sums.tolist()
 
 
+def print_once(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def train(model, device, loader, optimizer):
     model.train()
     model.body.eval()  # else batch normalization's statistics move, also if frozen
@@ -75,28 +76,14 @@ def test(model, device, loader):
     for source, targets in loader:
         source, targets = source.to(device), targets.to(device)
         loss += F.mse_loss(model(source), targets, reduction="sum").item()
-    total = len(loader.dataset)
-    loss, total = sum_over_processes([loss, total], device)
-    return loss / total
-
-
-def save_atomically(snapshot, path):
-    """A kill at any moment leaves the old file or the new one, whole."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def print_once(text):
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+    [loss_sum] = sum_over_processes([loss], device)
+    return loss_sum / len(loader.dataset)
 
 
 def save_once(values, path):
     if dist.get_rank() == 0:
-        save_atomically(values, path)
+        torch.save(values, f"{path}.tmp")  # a kill leaves the old file or the new one
+        os.replace(f"{path}.tmp", path)
 
 
 def main():
@@ -106,19 +93,22 @@ def main():
     device = torch.device("cuda" if use_cuda else "cpu")
     if use_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if use_cuda else "gloo"
     device_id = torch.cuda.current_device() if use_cuda else None
-    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = random_split(make_data(512, 1), [256, 256])
-    # Whole batches only, so that every step averages over equally many samples.
     sampler = DistributedSampler(train_set, drop_last=True)
-    batch_size = args.batch_size // world_size
     train_loader = DataLoader(
-        train_set, batch_size=batch_size, sampler=sampler, drop_last=True
+        train_set,
+        batch_size=args.batch_size // world_size,
+        sampler=sampler,
+        drop_last=True,
     )
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = DataLoader(test_set, batch_size=args.batch_size)
+    test_loader = DataLoader(
+        test_set,
+        batch_size=args.batch_size,
+        sampler=range(rank, len(test_set), world_size),
+    )
 
     model = load_pretrained().to(device)
     mesh = dist.init_device_mesh(device.type, (world_size,))
@@ -158,4 +148,4 @@ def main():
 if __name__ == "__main__":
     main()
     gc.collect()  # the model goes before its process group, or the exit may hang
-    dist.destroy_process_group()  # once the model is gone
+    dist.destroy_process_group()

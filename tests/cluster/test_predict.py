@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cluster.predict import Cluster, Job, all_reduce, ddp, fsdp, ring, slowest_rank
+from cluster.predict import Cluster, Job, all_reduce, ddp, fsdp, ring
 from tools.run.processes import Program
 from tools.scripts import ROOT
 
@@ -15,8 +15,6 @@ ONE = Cluster(
     link=1e9,
     inside=1e11,
     latency=0.001,
-    jitter=0,
-    algorithm=None,
 )
 JOB = "--step-ms 180 --parameters 124e6"
 BAD = [
@@ -54,9 +52,6 @@ def test_all_reduce_by_hand():
     assert seconds == pytest.approx(1.506)
     assert all_reduce(1e9, 4, ONE) == seconds
     # Trees send 2 * 1 GB, in 4 messages: they are faster if a message is short.
-    trees = ONE._replace(algorithm="tree")
-    for nodes in (3, 4):
-        assert all_reduce(1e9, nodes, trees) == pytest.approx(2.004)
     assert all_reduce(1e3, 4, ONE) == pytest.approx(0.004, rel=1e-3)
     # With two GPUs in each of two machines, a pass is 1 message between the machines
     # and 2 inside them.
@@ -78,20 +73,16 @@ def test_steps_by_hand():
         bucket=bucket,
     )
     # Two buckets; the link is free when the last one is ready, as backward ends.
-    assert ddp(job, 1, 2, wire) == pytest.approx(4 * 3 + bucket / 1e9)
+    assert ddp(job, 2, wire) == pytest.approx(4 * 3 + bucket / 1e9)
     # One layer: gathered in 0.5 s, and again while it computes; reduced in 0.5 s.
-    assert fsdp(job, 1, 2, wire) == pytest.approx(0.5 + 4 * 3 + 0.5)
-    assert fsdp(job, 1, 2, wire, hybrid=True) == pytest.approx(4 * 3 + 1)
-    # The expected maximum of so many normally distributed numbers
-    for ranks, maximum in ((1, 0), (10, 1.539), (1000, 3.241)):
-        assert slowest_rank(ranks, 1) == pytest.approx(1 + maximum, abs=0.02)
+    assert fsdp(job, 2, wire) == pytest.approx(0.5 + 4 * 3 + 0.5)
+    assert fsdp(job, 2, wire, hybrid=True) == pytest.approx(4 * 3 + 1)
 
 
-def test_latency_or_stragglers_limit_a_step():
+def test_latency_limits_a_step():
     """That bandwidth does, the page shows."""
-    fast = f"{JOB} --way ddp --nodes 64 --link 9Tbit "
-    assert run(fast + "--latency-us 9000").stdout.endswith(" latency\n")
-    assert run(fast + "--jitter 0.2").stdout.endswith(" stragglers\n")
+    slow = f"{JOB} --way ddp --nodes 64 --link 9Tbit --latency-us 9000"
+    assert run(slow).stdout.endswith(" latency\n")
 
 
 def test_a_measured_job(tmp_path):

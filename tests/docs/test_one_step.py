@@ -65,8 +65,6 @@ def test_it_says_what_predict_says(visit):
             link=values["gbit"] * 1e9 / 8,
             inside=values["inside"] * 1e9,
             latency=1e-5,
-            jitter=0,
-            algorithm=None,
         )
         names = {"W": nodes * gpus, "S": gpus}
         expected = [*buckets(job, job.compute * job.backward, nodes, cluster)]

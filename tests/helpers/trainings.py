@@ -5,7 +5,6 @@ though each does something that could be taken for a mistake. Where some changed
 of the converted script show the same, they stand in mistakes.diff and harmless.diff.
 """
 
-import contextlib
 import itertools
 import sys
 import types
@@ -97,19 +96,6 @@ def adam(model, kind=torch.optim.AdamW):
 # Wrong, and found in public scripts or libraries
 
 
-@wrong("unsent")
-def a_remainder_in_no_sync():
-    ddp_model = DDP(model_of())
-    optimizer = adam(ddp_model)
-    for number, (x, y) in enumerate(batches(shares()), 1):
-        whole = number % 3 == 0
-        with contextlib.nullcontext() if whole else ddp_model.no_sync():
-            F.cross_entropy(ddp_model(x), y).backward()  # MISTAKE
-        if whole or number % 10 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @wrong("drift")
 def copies_of_a_split_model_drift():
     """Each rank scales the gradient of its LayerNorm, a copy, by another number."""
@@ -143,16 +129,6 @@ class Hiding(Net):
 def an_output_in_an_object():
     model = fully_shard(model_of(Hiding))
     train(model, call=lambda x: model(x).logits)  # MISTAKE
-
-
-@wrong("parts")
-def a_part_is_saved():
-    model = fully_shard(model_of())
-    optimizer = adam(model)
-    train(model, optimizer)
-    state = model.state_dict()
-    if dist.get_rank() == 0:
-        torch.save(state, "snapshot.pt")  # MISTAKE
 
 
 class Stream(IterableDataset):

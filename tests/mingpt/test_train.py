@@ -178,26 +178,27 @@ def test_a_snapshot_does_not_see_later_steps(tmp_path):
     check_resumes(tmp_path, RESUMABLE, write_the_first_slowly, 0, resumes_at=6)
 
 
+BAD_INPUT = r"""
+--accumulate 3 | --batch-size 8: no multiple of --accumulate
+--clip 0 | argument --clip: 0 is not above 0
+--dropout 1 | argument --dropout: 1 is not from 0 on and below 1
+--val-fraction 0 | no text to validate on: \d+ bytes, --val-fraction 0.0
+--data mingpt.pt | cannot read mingpt.pt: 'utf-8' codec .*
+--n-embd 64 | mingpt.pt: its config {.*}: choose another .*
+--seed 1 | mingpt.pt: its seed \d+: .*
+--tokenizer bytes | mingpt.pt: its tokenizer is another .*
+--model mingpt.modern | mingpt.pt: its model mingpt.model: .*
+--split 2 --model mingpt.modern | --split cannot cut mingpt.modern, .*
+--split 2 --shard | argument --shard: not allowed with argument --split
+--split 2 --precision fp16 | --split: choose --precision fp32 or bf16, .*
+"""
+
+
 @pytest.mark.waits
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--accumulate 3", "--batch-size 8: no multiple of --accumulate"),
-        ("--clip 0", "argument --clip: 0 is not above 0"),
-        ("--dropout 1", "argument --dropout: 1 is not from 0 on and below 1"),
-        ("--val-fraction 0", r"no text to validate on: \d+ bytes, --val-fraction 0.0"),
-        ("--data mingpt.pt", "cannot read mingpt.pt: 'utf-8' codec .*"),
-        ("--n-embd 64", "mingpt.pt: its config {.*}: choose another .*"),
-        ("--seed 1", r"mingpt.pt: its seed \d+: .*"),
-        ("--tokenizer bytes", "mingpt.pt: its tokenizer is another .*"),
-        ("--model mingpt.modern", "mingpt.pt: its model mingpt.model: .*"),
-        ("--split 2 --model mingpt.modern", "--split cannot cut mingpt.modern, .*"),
-        ("--split 2 --shard", "argument --shard: not allowed with argument --split"),
-        ("--split 2 --precision fp16", "--split: choose --precision fp32 or bf16, .*"),
-    ],
-)
-def test_bad_input(whole, options, message):
+@pytest.mark.parametrize("row", BAD_INPUT.strip().splitlines())
+def test_bad_input(whole, row):
     """One line, exit status 2, and the snapshot as it was."""
+    options, message = row.split(" | ")
     folder, _ = whole
     before = (folder / "mingpt.pt").read_bytes()
     done = gpt(folder, f"{RESUMABLE} {options}", status=2)

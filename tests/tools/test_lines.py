@@ -204,7 +204,7 @@ def proofs():
     found = {}
     for mutant in mutants(EMPTY, text):
         if mutant.kind == "statement":
-            found[mutant.line] = lines.make_proof(EDGE, text, mutant, [NAMED], NAMED)
+            found[mutant.line] = lines.make_proof(EDGE, text, mutant, NAMED)
     return found
 
 

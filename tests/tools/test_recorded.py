@@ -10,27 +10,27 @@ from tools.run.processes import Program
 
 pytestmark = pytest.mark.waits
 
-ZOO = "tests/trunk/test_zoo.py"
-FSDP = "variants/fsdp.py"
-CHANGES = [  # a file, one of tests, the script that a test in it is about
-    ("utils.py", ZOO, FSDP),
-    ("multinode.py", ZOO, FSDP),
-    (FSDP, ZOO, "variants/sharded_snapshot.py"),
-    ("variants/diloco.py", ZOO, None),
-    ("tests/helpers/zoo.py", ZOO, FSDP),
-    ("tests/hooks/probe.py", ZOO, FSDP),
-    ("tests/conftest.py", ZOO, FSDP),
-    ("README.md", "tests/docs/test_site.py", None),
-    ("cluster/multinode.sbatch", "tests/cluster/test_slurm.py", None),
-    ("mingpt/__init__.py", "tests/mingpt/test_train.py", None),
-    ("docs/fine_tune/pretrain.py", "tests/docs/test_fine_tune.py", None),
-    ("variants/mixed_precision.py", "tests/variants/test_train_loop.py", None),
-]
+# A file, one of tests, the script that a test in it is about
+CHANGES = """
+utils.py tests/trunk/test_zoo.py variants/fsdp.py
+multinode.py tests/trunk/test_zoo.py variants/fsdp.py
+variants/fsdp.py tests/trunk/test_zoo.py variants/sharded_snapshot.py
+variants/diloco.py tests/trunk/test_zoo.py
+tests/helpers/zoo.py tests/trunk/test_zoo.py variants/fsdp.py
+tests/hooks/probe.py tests/trunk/test_zoo.py variants/fsdp.py
+tests/conftest.py tests/trunk/test_zoo.py variants/fsdp.py
+README.md tests/docs/test_site.py
+cluster/multinode.sbatch tests/cluster/test_slurm.py
+mingpt/__init__.py tests/mingpt/test_train.py
+docs/fine_tune/pretrain.py tests/docs/test_fine_tune.py
+variants/mixed_precision.py tests/variants/test_train_loop.py
+"""
 
 
-@pytest.mark.parametrize(("changed", "file", "script"), CHANGES)
-def test_what_a_test_depends_on(monkeypatch, changed, file, script):
-    about = (script,) if script else ()
+@pytest.mark.parametrize("row", CHANGES.strip().splitlines())
+def test_what_a_test_depends_on(monkeypatch, row):
+    changed, file, *about = row.split()
+    about = tuple(about)
     recorded.depends_on.cache_clear()
     before = recorded.depends_on(file, about)
     digest_of_file = inputs.digest_of_file

@@ -1,11 +1,9 @@
 """Bad input: one line, exit status 2, before anything starts, every file as it was."""
 
 import os
-import pathlib
 import pickle
 import types
 
-import numpy
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
@@ -168,7 +166,6 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 utils.time.sleep = print  # (the others' time to speak)
 model = torch.nn.Linear(1, 1, bias=False)
-optimizer = torch.optim.SGD(model.parameters())
 
 
 def told(function, *arguments):
@@ -196,7 +193,7 @@ def refuse_samples(train, held_out, batch=1):
 
 def refuse_weights(*weights):
     model.weight.data.fill_(weights[rank])
-    return told(utils.check_state, [], model, optimizer, "s.pt")
+    return told(utils.check_state, [], model, "s.pt")
 
 
 assert not refuse_samples((80, 80), (9, 9), batch=40)
@@ -213,12 +210,12 @@ assert refuse_weights(1, torch.nan)
 # The gradients of a layer before a softmax add up to 0: its sum tells nothing.
 model = torch.nn.Linear(2, 1, bias=False)
 model.weight.data = torch.tensor([[1.0 + 1e-4 * rank, -1e-4 * rank]])
-assert told(utils.check_state, [], model, optimizer, "s.pt")
+assert told(utils.check_state, [], model, "s.pt")
 
 # What counts is the norm: the sum of these weights is 0.
 for apart, is_told in ((1e-7, False), (5e-5, True)):
     model.weight.data = torch.tensor([[1.0, -1 + apart * rank]])
-    assert told(utils.check_state, [], model, optimizer, "s.pt") == is_told
+    assert told(utils.check_state, [], model, "s.pt") == is_told
 
 # A head that differs is not drowned by a table that does not, trained or frozen.
 for frozen in (False, True):
@@ -229,7 +226,7 @@ for frozen in (False, True):
     model["table"].weight.requires_grad = not frozen
     torch.nn.init.constant_(model["head"].weight, 1)
     model["head"].bias.data.fill_(1 + 1e-4 * rank)
-    assert told(utils.check_state, [], model, optimizer, "s.pt")
+    assert told(utils.check_state, [], model, "s.pt")
 """
 
 
@@ -262,29 +259,6 @@ def test_an_optimizer_in_an_optimizer(line_of):
     optimizer.inner = torch.optim.Adam(model.parameters())
     line = line_of(utils.check_optimizer, optimizer, model)
     assert line.startswith("the optimizer holds another one")
-
-
-class OwnTensor(torch.Tensor):
-    """Of a class that no other program knows."""
-
-
-class Tokenizer(torch.nn.Linear):
-    def get_extra_state(self):
-        return pathlib.Path("vocabulary")
-
-
-def test_what_no_run_can_load(line_of):
-    """Such as a number that NumPy has computed."""
-
-    def line(model, part=1):
-        optimizer = SGD(model.parameters())
-        optimizer.state[model.bias] = {"all": [1, {"of": part}]}
-        return line_of(utils.check_state, [], model, optimizer, "s.pt")
-
-    for part in (numpy.float64(0), OwnTensor(1)):
-        start = f"no run can load {part!r}"[:60]
-        assert line(torch.nn.Linear(1, 1), part).startswith(start)
-    assert line(Tokenizer(1, 1)).startswith("no run can load PosixPath(")
 
 
 def test_the_parent_loads_no_data(tmp_path):

@@ -24,10 +24,9 @@ from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import free_port
 from tests.hooks import replace
 from tools.run import slurm_cluster
-from tools.run.launch import plant, train
+from tools.run.launch import train
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
-from tools.run.warm import ENTRY
 from tools.scripts import ROOT
 from variants import train_loop
 
@@ -294,9 +293,6 @@ REFUSED = {
     "val_loader: a DataLoader with": {
         "val_loader": DataLoader(range(8), sampler=SubsetRandomSampler(range(4)))
     },
-    "yours to write for <class 'dict'>": {
-        "train_loader": DataLoader([{"x": torch.ones(3)}])
-    },
 }
 
 
@@ -327,17 +323,6 @@ def test_what_may_be_left_out(tmp_path, monkeypatch, capsys):
     assert "0 of 2 epochs are finished\n" in capsys.readouterr().out
     loop.fit(2, num_gpus=0)
     assert loop.device_name == "cpu", "also where there are GPUs"
-
-
-@pytest.mark.waits
-def test_a_script_without_a_main_guard_is_told(tmp_path):
-    script = plant("variants/train_loop.py", tmp_path, (f"\n{ENTRY}", "\nif True:"))
-    words = ["python", script, 1, 1, "--gpu-mode", "ddp"]
-    done = Program(words, tmp_path, real=True).finish()
-    assert done.returncode == 2
-    line = 'train_loop.py: error: call `fit` below `if __name__ == "__main__":`'
-    assert done.stderr.count(line) == 1
-    assert "Traceback" not in done.stderr
 
 
 class Nested(torch.nn.Linear):

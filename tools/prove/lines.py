@@ -15,7 +15,7 @@ pytest cannot collect is no verdict: the others decide.
 tools/prove/record.py keeps each mutant that a test has killed. It runs again only if
 its function has changed, a function of utils.py that its own lines or their replacement
 name, its killer, or what this test uses of its file; and if the explanation no longer
-names the killer. A test's folder may change, and so may comments and imports. So
+names the killer. Comments and imports may change. So
 .ci/run proves what has changed. --full skips nothing, and CI does it once a week: it
 alone finds what a hook, conftest.py or another PyTorch changes, or a function of
 utils.py that only other lines of the mutant's function name.
@@ -99,11 +99,6 @@ def pytest_sessionfinish():
 def function_of(test):
     """A test's id without its parameters."""
     return test.partition("[")[0]
-
-
-def without_folder(test):
-    path, _, rest = test.partition("::")
-    return f"{Path(path).name}::{rest}"
 
 
 def about(test, child):
@@ -208,12 +203,11 @@ def prove(edge, only, full):
             continue
         named = by_line.get(mutant.line, all_named)
         to_try[mutant] = []
-        for proof, tests in known_killers(mutant, named, known):
-            # With its parameters, and with the folder that it is in today
-            parameters = proof.by.removeprefix(function_of(proof.by))
-            to_try[mutant] += [test + parameters for test in tests]
-            if proof == make_proof(edge, text, mutant, tests, proof.by):
-                proofs[mutant] = proof
+        for proof in known:
+            if proof.what == label(mutant) and function_of(proof.by) in named:
+                to_try[mutant].append(proof.by)
+                if proof == make_proof(edge, text, mutant, proof.by):
+                    proofs[mutant] = proof
         to_try[mutant] += named
     left = [mutant for mutant in to_try if full or mutant not in proofs]
     print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
@@ -233,8 +227,7 @@ def prove(edge, only, full):
             old = proofs.pop(mutant, None)
             killer = result["killer"]
             if killer:
-                tests = [function_of(killer)]
-                proofs[mutant] = make_proof(edge, text, mutant, tests, killer)
+                proofs[mutant] = make_proof(edge, text, mutant, killer)
                 record.change(add=[proofs[mutant]])
             else:
                 bad.append(line)
@@ -256,22 +249,12 @@ def report(child, mutant, result):
 # A proof names what it depends on.
 
 
-def known_killers(mutant, named, known):
-    """Yield (proof, its tests) of each known proof of such a mutant that is named."""
-    for proof in known:
-        if proof.what == label(mutant):
-            killer = function_of(proof.by)
-            tests = [test for test in named if without_folder(test) == killer]
-            if tests:
-                yield proof, tests
-
-
-def make_proof(edge, text, mutant, tests, killer):
+def make_proof(edge, text, mutant, killer):
     """The proof by a killer, with a hash of all that it depends on.
 
     That is the function that the mutant stands in, before and after; what its own lines
-    and their replacement use of utils.py; and the tests that are the killer. Outside of
-    functions it is the statement alone.
+    and their replacement use of utils.py; and the killer. Outside of functions it is
+    the statement alone.
     """
     before = statements_of(text)
     after = statements_of(mutant.text)
@@ -281,8 +264,7 @@ def make_proof(edge, text, mutant, tests, killer):
     own = [*removed, *(line_counts(new) - line_counts(old))]
     parts = [mutant.kind, *old, "becomes", *new]
     parts += used_of(code_of("utils.py"), own)
-    parts += map(code_of_test, sorted(tests, key=without_folder))
-    killer = without_folder(killer)
+    parts.append(code_of_test(function_of(killer)))
     return Proof(" ".join(edge), label(mutant), killer, record.digest(parts))
 
 
@@ -343,10 +325,9 @@ def code_of(path):
 
 @functools.cache
 def code_of_test(test):
-    """The code of a test, whose file may have moved, and of what it uses there."""
+    """The code of a test, and of what it uses of its file."""
     path, _, name = test.partition("::")
-    used = used_of(code_of(path), [name])
-    return "\n".join([without_folder(test), *used])
+    return "\n".join([test, *used_of(code_of(path), [name])])
 
 
 if __name__ == "__main__":
