@@ -54,7 +54,7 @@ VARIES = [
 
 
 def same(one, other):
-    """Whether two outputs agree: words exactly, numbers to 0.1 %, what varies not.
+    """Whether two outputs agree: words exactly, numbers to 0.5 %, what varies not.
 
     Nor where lines were cut: of several processes, they come in any order.
     """
@@ -63,7 +63,7 @@ def same(one, other):
     if words != other_words:
         return False
     pairs = zip(numbers, other_numbers, strict=True)
-    return all(math.isclose(*pair, rel_tol=1e-3) for pair in pairs)
+    return all(math.isclose(*pair, rel_tol=5e-3) for pair in pairs)
 
 
 def words_and_numbers(lines):
