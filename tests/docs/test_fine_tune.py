@@ -82,3 +82,53 @@ def test_a_load_that_skips_other_names_is_seen():
     from_ddp = {f"module.{name}": value for name, value in body.items()}
     with pytest.raises(AssertionError, match="module.body"):
         exec(lines, {"model": model, "state": from_ddp})
+
+
+LLAMA = """
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+path = "llama"
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+config = LlamaConfig(vocab_size=16, num_hidden_layers=2, **sizes)
+if dist.get_rank() == 0:
+    LlamaForCausalLM(config).save_pretrained(path)
+dist.barrier()
+with torch.device("meta"):
+    model = fully_shard(LlamaForCausalLM(config), mesh=mesh)
+model.to_empty(device="cpu")
+PARTS
+expected = load_file("llama/model.safetensors")
+found = load_file("parts/model-00001-of-00001.safetensors")
+torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+torch.manual_seed(0)
+both = torch.randint(16, (2, 8))
+tokens = labels = both[[dist.get_rank()]]
+TUNE
+whole = LlamaForCausalLM.from_pretrained(path)
+whole(input_ids=both, labels=both).loss.backward()
+expected = {name: weight - weight.grad for name, weight in whole.named_parameters()}
+dist.barrier()
+torch.testing.assert_close(load_file("tuned/model.safetensors"), expected)
+"""
+
+
+@pytest.mark.waits
+def test_a_model_of_hugging_face(tmp_path):
+    """Two ranks make the step of one, and read and write its folders in parts."""
+    pytest.importorskip("transformers")
+    parts = fence("docs/shard_your_model.md", "HuggingFaceStorageReader")
+    tune = fence("docs/fine_tune.md", "save_pretrained").replace("bfloat16", "float32")
+    step = "for weight in model.parameters():\n    weight.data -= weight.grad\n"
+    tune = tune.replace("\nweights =", f"loss.backward()\n{step}\nweights =")
+    script = tmp_path / "llama.py"
+    script.write_text(LLAMA.replace("PARTS", parts).replace("TUNE", tune))
+    torchrun(script, cwd=tmp_path, real=True, OMP_NUM_THREADS=1)
