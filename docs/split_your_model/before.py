@@ -19,7 +19,8 @@ def rotate(x):
     angles = torch.outer(torch.arange(x.shape[2], device=x.device), frequencies)
     sin, cos = angles.sin(), angles.cos()
     left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    turned = torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    return turned.type_as(x)  # the angles are in float32
 
 
 class Attention(nn.Module):

@@ -111,10 +111,12 @@ torch.testing.assert_close(found, expected, rtol=0, atol=0)
 WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 torch.manual_seed(0)
 both = torch.randint(16, (2, 8))
-tokens = labels = both[[dist.get_rank()]]
+labels = both.clone()
+labels[1, :5] = -100
+tokens, labels, all_labels = both[[dist.get_rank()]], labels[[dist.get_rank()]], labels
 TUNE
 whole = LlamaForCausalLM.from_pretrained(path)
-whole(input_ids=both, labels=both).loss.backward()
+whole(input_ids=both, labels=all_labels).loss.backward()
 expected = {name: weight - weight.grad for name, weight in whole.named_parameters()}
 dist.barrier()
 torch.testing.assert_close(load_file("tuned/model.safetensors"), expected)
