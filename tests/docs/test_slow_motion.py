@@ -1,7 +1,7 @@
 """The start page's step in slow motion: it draws what two ranks did."""
 
 import json
-from statistics import correlation, mean
+from statistics import correlation
 
 import pytest
 from torch.utils._pytree import tree_map
@@ -12,23 +12,34 @@ from tools.site.slow_motion import RECORD, record
 pytestmark = pytest.mark.waits  # for a browser
 
 KEPT = json.loads(RECORD.read_text())
-TAKEN, LOSS, OWN, USED, WEIGHT = range(5)  # what a rank notes in a step
-# Of each picture of a run from its first gradient on
-LOOK = """(key) => frames(read(key)).map((frame, index) => {
+# Of each picture of a run from its first gradient on: how much of the run it may show,
+# the numbers and words that it shows, and where it has weights and losses. It fails by
+# itself if a difference of losses is not that of the record in percent.
+LOOK = """(key) => frames(read(key)).map(({ phase, epoch, step }, index) => {
     const place = document.querySelector(".drawing");
     [place.innerHTML] = draw(key, index, 760);
     const all = (selector) => [...place.querySelectorAll(selector)];
-    const number = (text) => Number(text.textContent);
-    const x = (circle) => circle.cx.baseVal.value;
-    frame.samples = all(".taken .number").map(number);
-    frame.gradients = all(".gradient circle").map(x);
+    const number = (text) => parseFloat(
+        text.textContent.replace(/rank .:|uses/, "").replace("−", "-"));
+    const numbers = [".taken .number", ".gradient .number", ".average", ".apart",
+        ".held-out"].flatMap((kind) => all(kind).map(number));
     const [one, other = one] = all(".weight polyline:not(.gap)");
-    frame.weights = one ? Array.from(one.points, (point, i) =>
-        point.y - other.points[i].y).slice(1) : [];
-    frame.losses = Array.from(all(".loss")[0].points, (point) => point.y);
-    frame.heldOut = all(".held-out").map(number);
-    return frame;
-}).filter((frame) => frame.phase)"""
+    const gaps = one ? Array.from(one.points, (point, i) =>
+        other.points[i].y - point.y).slice(1) : [];
+    const losses = [".losses .dot", ".losses .hollow"].flatMap((kind) =>
+        all(kind).slice(1).map((dot) => dot.cx.baseVal.value)); // without the legend
+    const done = RECORD[key][0][0].length / 3 * epoch + step + 1;
+    const ended = phase > 3 ? epoch + 1 : epoch;
+    const far = all(".far").map(number);
+    if (far.length !== (key === "000" ? 0 : ended || 0)) throw Error("differences");
+    far.forEach((percent, i) => {
+        const [loss, right] = [key, "000"].map((run) => RECORD[run][0][1][i]);
+        const off = Math.abs(100 * (loss / right - 1) - percent);
+        if (!(off < 0.51)) throw Error(percent);
+    });
+    return [phase, done, phase > 2 ? done : done - 1, ended, numbers,
+        all(".said").map((text) => text.textContent), gaps, losses];
+}).filter(([phase]) => phase)"""
 
 
 def test_a_run_does_what_is_recorded():
@@ -37,33 +48,32 @@ def test_a_run_does_what_is_recorded():
 
 
 def test_each_picture_shows_the_record(visit):
-    """Samples as numbers; gradients, gaps of weights and losses as places, to scale."""
+    """Numbers, and distances of weights and losses as places, to scale."""
     tab = visit("index.html")
-    drawn = {"gradients": [], "weights": [], "losses": []}
+    weights = []
+    losses = []
     for key, noted in KEPT.items():
         if isinstance(noted, str):
             assert noted in tab.text_content("figcaption")
             continue
+        # A step of a rank: its samples, its gradient, the one it used, how far apart
         (own, held_out), (other, _) = noted
-        for frame in tab.evaluate(LOOK, key):
-            phase = frame["phase"]
-            done = len(own) // 3 * frame["epoch"] + frame["step"] + 1
+        for phase, done, moved, ended, numbers, said, *at in tab.evaluate(LOOK, key):
             steps = [*zip(own, other, strict=True)][:done]
-            moved = steps if phase > 1 else steps[:-1]
-            samples = [rank[TAKEN] for step in steps for rank in step]
-            assert frame["samples"] == sum(samples, [])
-            ended = held_out[: frame["epoch"] + (phase == 3)]
-            assert frame["heldOut"] == pytest.approx(ended, abs=0.006)
-            gradient = OWN if phase == 1 else USED
-            expected = {
-                "gradients": [rank[gradient] for rank in steps[-1]],
-                "weights": [one[WEIGHT] - two[WEIGHT] for one, two in moved],
-                "losses": [mean(rank[LOSS] for rank in step) for step in steps],
-            }
-            for name, values in expected.items():
-                drawn[name] += zip(values, frame[name], strict=True)
-    for name, pairs in drawn.items():
-        assert abs(correlation(*zip(*pairs, strict=True))) > 0.99999, name
+            taken = [rank[0] for step in steps for rank in step]
+            one, two = [rank[1:3][:phase] for rank in steps[-1]]
+            cut = key[0] == "1"
+            apart = [rank[3] for rank in own[:moved]]
+            lost = held_out[:ended]
+            shown = [*one, *two, *one[1 + cut :], *apart[-1:], *lost]
+            assert numbers == pytest.approx(sum(taken, []) + shown, abs=0.006)
+            sent = "sent" if one[0] != one[-1] else "sent for nothing"
+            assert said == ["not sent" if cut else sent][: phase - 1]
+            weights += zip(apart, at[0], strict=True)
+            right = KEPT["000"][0][1] * (key != "000")  # hollow dots
+            losses += zip(lost + right, at[1], strict=True)
+    for pairs in (weights, losses):
+        assert correlation(*zip(*pairs, strict=True)) > 0.99999
 
 
 def test_the_page_holds_the_pictures_of_the_right_run(visit, tmp_path):
@@ -86,18 +96,18 @@ def test_keys_and_taps(visit):
     play = figure.get_by_role("button", name="Play")
     play.tap()
     tab.clock.run_for(11_000)
-    assert "DDP sends no gradient" in status.text_content()
-    figure.press("ArrowRight")
+    assert "DDP sends nothing" in status.text_content()
+    figure.get_by_label("Picture").fill("6")
     tab.clock.run_for(20_000)
     figure.get_by_label("ddp_model").tap()
     assert "Epoch 1, step 2" in status.text_content()
     figure.press("ArrowLeft")
-    assert "both ranks go on with" in status.text_content()
+    assert "both ranks by the same" in status.text_content()
     play.tap()
     tab.clock.run_for(100_000)
     figure.get_by_role("button", name="Back").tap()
     figure.press("ArrowRight")
-    assert "Epoch 3 ends" in status.text_content()
+    assert "after epoch 3" in status.text_content()
     check_barriers(tab)
     sampler = figure.get_by_label("DistributedSampler")
     sampler.tap()

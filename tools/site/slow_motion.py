@@ -10,6 +10,8 @@ import json
 import tempfile
 from pathlib import Path
 
+import torch
+
 from tools.run.launch import launch
 from tools.scripts import ROOT
 from tools.site.home import SWITCHES
@@ -22,10 +24,10 @@ SCENE = [("MyTrainDataset(2048)", "MyTrainDataset(16)"), ("lr=0.001", "lr=0.02")
 def note_steps(script):
     """ranks.json: of each rank, what it did in each step, and the losses held out.
 
-    A step: its samples, their loss, the gradient of the first weight before and after
-    the ranks may have averaged it, and the weight that follows. multigpu.py would stop
-    after an epoch in which the ranks' weights became different; this hook goes on, as
-    most scripts do.
+    A step: its samples, the gradient of the first weight before and after the ranks may
+    have averaged it, and how far apart the ranks' weights then are: the norm of the
+    difference of all 20. multigpu.py would stop after an epoch in which they became
+    different; this hook goes on, as most scripts do.
     """
     utils = script["utils"]
     taken = []
@@ -44,8 +46,9 @@ def note_steps(script):
             handle = weight.register_hook(gradients.append)  # before they are averaged
             loss = super()._run_batch(source, targets)
             handle.remove()
-            first = [gradient[0, 0] for gradient in (*gradients, weight.grad, weight)]
-            numbers = [round(number.item(), 4) for number in (loss, *first)]
+            first = [gradient[0, 0] for gradient in (*gradients, weight.grad)]
+            apart = torch.dist(*utils.gather(weight))
+            numbers = [round(number.item(), 4) for number in (*first, apart)]
             steps.append([taken[-len(source) :], *numbers])
             return loss
 
