@@ -80,7 +80,7 @@ function judge(run, epoch) {
   const now = run.epochs[epoch], right = run.key === RIGHT, said = [], wrong = (words) => said.push([words, "wrong"]);
   if (right)
     said.push(["This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.", "right"]);
-  if (gap(now.steps.at(-1))) wrong(`Without ddp_model, each rank trains a model of its own: the two are ${fixed(gap(now.steps.at(-1)))} apart, and only rank 0's is saved.`);
+  if (gap(now.steps.at(-1))) wrong(`Without ddp_model, each rank trains a model of its own: the two are ${fixed(gap(now.steps.at(-1)))} apart${now.repeats ? "" : ", and only rank 0's is saved"}.`);
   else if (!run.averages) wrong("Without ddp_model, DDP sends nothing.");
   if (now.repeats) wrong(`Without set_epoch, every epoch repeats the order of the first${run.averages ? ": the same samples always share a batch" : ""}.`);
   if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: rank 1 does no useful work.");
@@ -101,7 +101,10 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${at(y)}" cl
 const rule = (x1, y1, x2, y2, kind) => `<path d="M${at(x1)} ${at(y1)}L${at(x2)} ${at(y2)}" class="${kind}"/>`;
 const group = (kind, x, y, parts) => `<g class="${kind}" transform="translate(${x} ${y})">${parts.flat().join("")}</g>`;
 // What is drawn comes from where it was in the picture before.
-const comes = (x, y, drawn, kind = "moves") => `<g class="${kind}" style="--x:${at(x)}px;--y:${at(y)}px">${drawn}</g>`;
+const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(y)}px">${drawn}</g>`;
+// A message goes so far, from a second on; what it brings is seen from a second on.
+const goes = (x, from, drawn) => `<g class="goes" style="--x:${at(x)}px;--t:${from}s">${drawn}</g>`;
+const late = (until, drawn) => `<g class="late" style="--t:${until}s">${drawn}</g>`;
 const square = (x, y, size, sample, kind, high = size) => box(x, y, size, high, kind) + write(x + size / 2, y + high / 2 + 4.5, sample, "number");
 const circle = (x, y, r, kind) => `<circle cx="${at(x)}" cy="${at(y)}" r="${r}" class="${kind}"/>`;
 const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
@@ -158,9 +161,9 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
     for (const rank of RANKS) {
       const edge = middle - half * way[rank];
       out.push(arrow(near[rank] + 4 * way[rank], edge - 4 * way[rank], top + 13), arrow(edge - 4 * way[rank], near[rank] + 4 * way[rank], top + 33));
-      if (fresh) out.push(comes(middle - near[rank], 0, circle(near[rank], top + 13, 8, `rank${rank}`), "goes"));
     }
-    out.push(box(middle - half, top, 2 * half, tall, `pill ${kind}`, 'rx="8"'), write(middle, top + 18, "average", "ink small mid"), write(middle, top + 37, fixed(now[0].used), "average ink b mid"));
+    const average = write(middle, top + 37, fixed(now[0].used), "average ink b mid");
+    out.push(box(middle - half, top, 2 * half, tall, `pill ${kind}`, 'rx="8"'), write(middle, top + 18, "average", "ink small mid"), fresh ? late(0.8, average) : average);
     end(...useful ? ["sent", "ok-ink"] : ["sent for nothing", "bad-ink"]);
   } else if (phase > 1) {
     const y = top + 23;
@@ -172,15 +175,19 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
     const x = rank ? near[1] : 0, own = phase > 0 ? `: ${fixed(now[rank].own)}` : "", used = phase > 1 ? `uses ${fixed(now[rank].used)}` : "";
     const after = used && write(x + w / 2, top + 38, used, "number b");
     out.push(box(x, top, w, tall, `rank${rank}`, 'rx="4"'), write(x + w / 2, top + 18, `rank ${rank}${own}`, "number"),
-      sent && fresh ? comes(middle - x - w / 2, 0, after, "back") : after);
+      sent && fresh ? late(1.7, after) : after);
+  }
+  if (sent && fresh) for (const rank of RANKS) {
+    const from = near[rank] - 24 * way[rank], letter = (x, y, value, color) => box(x - 22, y - 10, 44, 20, color, 'rx="4"') + write(x, y + 4.5, fixed(value), "ink small mid");
+    out.push(goes(middle - from, 0, letter(from, top + 13, now[rank].own, `rank${rank}`)), goes(from - middle, 0.9, letter(middle, top + 33, now[rank].used, `pill ${kind}`)));
   }
   return group("gradient", 0, 0, out);
 }
 
 // How far the models of the ranks are from each other after each step so far: the gap between
 // two lines that begin as one.
-function weight(run, steps, width, tall, wide) {
-  const middle = 24 + tall / 2, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
+function weight(run, steps, width, tall) {
+  const middle = 24 + tall / 2, wide = width > 400, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
   const last = steps.at(-1), x = part * steps.length, y = (step, rank) => middle + (rank - 0.5) * gap(step) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
   const out = [write(0, 14, `distance between ${wide ? "the ranks' " : ""}weights`, "ink b"), rule(0, middle, last ? x : 0, middle, "axis")];
@@ -226,7 +233,7 @@ function chart(run, frame, width, row, wide) {
 
 // [the picture so many pixels wide, what it says in words]
 function draw(key, index, room) {
-  const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 340), pad = 14;
+  const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 328), pad = 14;
   const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = wide ? 48 : 44, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = lanesTall(size, wide);
@@ -235,10 +242,10 @@ function draw(key, index, room) {
   const y = wide ? pad : tall + pad, fork = wide ? 70 : 36, row = wide ? 27 : 20, below = y + (wide ? 88 : 82), end = below + fork + (wide ? 56 : 50);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
     [pad + half, y, gradient(run, past.at(-1), frame, rest, wide)],
-    [pad + half, below, weight(run, moved, rest, fork, wide)],
+    [pad + half, below, weight(run, moved, rest, fork)],
     [pad + half, end, chart(run, frame, rest, row, wide)]];
   const height = Math.max(end + row * EPOCHS + 40 + pad, tall + 2 * pad);
-  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion${wide ? " wide" : ""}" role="img" aria-label="${words}" width="${width}" height="${height}"`
+  return [`<svg xmlns="http://www.w3.org/2000/svg" class="slow-motion${wide ? " wide" : ""}${wide && rest > 400 ? " roomy" : ""}" role="img" aria-label="${words}" width="${width}" height="${height}"`
     + ` viewBox="0 0 ${width} ${height}">${box(0.5, 0.5, width - 1, height - 1, "card", 'rx="8"')}`
     + `${parts.map(([x, top, drawn]) => group("", x, top, [drawn])).join("")}</svg>`, words];
 }
