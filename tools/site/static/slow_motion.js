@@ -61,10 +61,11 @@ function happened(run, { epoch, step, phase }) {
   if (phase === 1) return [[`backward() computes gradients on each rank from its samples. That of one weight is ${fixed(a.own)} on rank 0 and ${fixed(b.own)} on rank 1.`],
     ...run.overlaps ? [["The same samples give the same gradients.", "wrong"]] : []];
   if (phase === 2 && !run.averages) return [["self.model was called, and not self.ddp_model: DDP sends nothing, and each rank keeps its own gradients.", "wrong"]];
-  if (phase === 2) return [[`self.ddp_model was called: during backward(), DDP sends the gradients, and both ranks go on with the average, ${fixed(a.used)}.`],
-    run.overlaps ? ["The gradients were equal already: rank 1 adds nothing.", "wrong"] : ["Both ranks have learned from the samples of both.", "right"]];
+  if (phase === 2) return [run.overlaps ? ["DDP sends the gradients, but they were equal already: rank 1 adds nothing.", "wrong"]
+    : ["self.ddp_model was called: during backward(), DDP sends the gradients, so that both ranks learn from the samples of both.", "right"],
+  [`Both go on with the average, ${fixed(a.used)}.`]];
   if (now.repeats) return [takes, [`Nobody calls set_epoch: epoch ${epoch + 1} takes the samples in the order of epoch 1.`, "wrong"], ...drift];
-  if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) tells the sampler to shuffle anew: epoch ${epoch + 1} has another order.`, "right"], ...drift];
+  if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) makes the sampler shuffle anew: in epoch ${epoch + 1}, other samples share a batch.`, "right"], ...drift];
   if (epoch || step) return [takes, shares, ...drift];
   if (apart) return [["optimizer.step() changes each rank's weights by its own gradients."], [`These are two models now, ${fixed(apart)} apart.`, "wrong"]];
   return [["optimizer.step() changes the weights of both ranks by the same gradients."],
@@ -85,7 +86,7 @@ function judge(run, epoch) {
   if (now.repeats) wrong(`Without set_epoch, every epoch repeats the order of the first${run.averages ? ": the same samples always share a batch" : ""}.`);
   if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: rank 1 does no useful work.");
   const far = percent(run, epoch), mistakes = said.length, side = far < 0 ? "below" : "above";
-  const than = right ? "" : far ? `, ${Math.abs(far)} % ${side} the right run` : ", as in the right run";
+  const than = right ? "" : far ? `, ${Math.abs(far)}\u00a0% ${side} the right run` : ", as in the right run";
   said.push([`Held-out loss${epoch || !right ? "" : ", of samples that no rank trains on,"} after epoch ${epoch + 1}: ${fixed(now.heldOut)}${than}.`]);
   if (!right && !said[0][1]) said.push(["Epoch 1 is like that of the right run."]);
   else if (run.overlaps && far < WORSE) said.push(["Twice as many steps hide the mistake."]);
@@ -190,7 +191,7 @@ function weight(run, steps, width, tall) {
   const middle = 24 + tall / 2, wide = width > 400, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
   const last = steps.at(-1), x = part * steps.length, y = (step, rank) => middle + (rank - 0.5) * gap(step) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, `distance between ${wide ? "the ranks' " : ""}weights`, "ink b"), rule(0, middle, last ? x : 0, middle, "axis")];
+  const out = [write(0, 14, "how far apart the weights are", "ink b"), rule(0, middle, last ? x : 0, middle, "axis")];
   run.epochs.forEach((_, e) => {
     const [from, to] = [e, e + 1].map((edge) => edge * span / EPOCHS);
     out.push(rule(to, 24, to, 24 + tall, "trail"), write((from + to) / 2, 38 + tall, `epoch ${e + 1}`, "soft small mid"));
