@@ -216,7 +216,7 @@ WELL += shows("echo 'a.py: error: b'; echo 'a.py: error: b'", "a.py: error: b")
 WELL += "<!-- not run here: why -->\n```sh\nfalse\n```\n"
 OUTPUT = {  # what a page holds, and what is said of it
     "nothing wrong": (WELL, 0, ""),
-    "another number": (shows("echo 0.5", "0.502"), 1, ": stale"),
+    "another number": (shows("echo 0.5", "0.504"), 1, ": stale"),
     "it fails": (shows("! echo 0.5", "0.5"), 1, "exit status 1"),
     "it does not end": (shows("sleep 60", ""), 1, "exit status 124"),
     "a command that fails": ("```sh\ntrue\nfalse\n```\n", 1, "false: exit status 1"),
