@@ -57,7 +57,7 @@ WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
 OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_566,
+    "utils.py": 2_450,
     "variants/multinode_spawn.py": 69,
 }
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
