@@ -3,6 +3,14 @@
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 
+// The list of pages shows the current one in its middle.
+const list = document.querySelector(".sidebar-scroll");
+function showHere() {
+  const here = list?.querySelector(".current-page > a")?.getBoundingClientRect();
+  if (here) list.scrollTop += here.top - list.getBoundingClientRect().top - list.clientHeight / 2;
+}
+showHere();
+
 // The theme opens its drawers with labels, which no key can reach.
 for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
   const box = document.getElementById(label.htmlFor);
@@ -11,7 +19,7 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
   button.className = label.className;
   button.ariaLabel = box.ariaLabel;
   button.append(...label.childNodes);
-  button.addEventListener("click", () => (box.checked = !box.checked));
+  button.addEventListener("click", () => (box.checked = !box.checked, showHere()));
   label.replaceWith(button);
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") box.checked = false;
@@ -30,12 +38,64 @@ for (const pre of all(".highlight-console pre")) pre.classList.toggle("columns",
 for (const header of all("article th"))
   if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));
 
-// A phone stacks the cells of a table of sentences, each with its column's name.
+// A phone stacks the cells of a table, each with its column's name, unless all are numbers.
 for (const table of all("article table")) {
   const names = [...table.querySelectorAll("thead :is(th, td)")].map((x) => x.textContent), cells = [...table.querySelectorAll("tbody td")];
-  if (names.length > 1 && cells.filter((x) => x.textContent.length > 40).length > cells.length / 4) table.classList.add("stacks");
+  table.classList.toggle("stacks", !cells.every((x) => !x.cellIndex || /^[\W\d]*\w{0,2}$/.test(x.textContent.trim())));
   for (const cell of cells) cell.dataset.name = names[cell.cellIndex];
 }
+
+// A long name breaks behind its underscores first.
+for (const x of all("article :is(h1, .cards code, td .pre, td a, .tests span)"))
+  if (!x.children.length) x.innerHTML = x.innerHTML.replaceAll("_", "_<wbr>");
+
+// A phone shows code without the indent that all of its lines have.
+const indentOf = (lines) => Math.min(...lines.filter((x) => x.trim()).map((x) => x.search(/\S/)));
+for (const pre of all(".highlight-python pre")) {
+  const code = document.createElement("span");
+  code.className = "dedent";
+  code.style.setProperty("--indent", indentOf(pre.textContent.split("\n")));
+  code.append(...pre.childNodes);
+  pre.append(code);
+}
+
+// A diff names its file once, and then functions. Its signs have a column of their own.
+for (const pre of all(".highlight-diff pre")) {
+  let file, stretch = [];
+  const dedent = () => {
+    const indent = indentOf(stretch.map((x) => x.textContent.slice(1)));
+    for (const { firstChild: text } of stretch.splice(0)) {
+      const sign = document.createElement("i");
+      sign.textContent = text.data[0];
+      text.data = text.data.slice(1).replace(RegExp(`^ {0,${indent}}`), "");
+      text.before(sign);
+    }
+  };
+  for (const line of pre.children) {
+    const [head, name, scope = ""] = line.textContent.match(/^@@ (?:(\D\S*)(?: in (.+))?|.*) @@/) ?? [];
+    if (head) {
+      dedent();
+      line.textContent = [name !== file && name, scope].filter(Boolean).join(" · ");
+      file = name;
+    } else if (line.textContent !== "\n") stretch.push(line);
+  }
+  dedent();
+}
+
+// What few need is folded: tests, what changes in imports, and the words of a picture.
+function fold(box, words) {
+  const details = document.createElement("details"), summary = details.appendChild(document.createElement("summary"));
+  details.className = "aside";
+  summary.textContent = words;
+  box.replaceWith(details);
+  details.append(box);
+}
+for (const box of all("p.tests")) fold(box, `${box.children.length} test${box.children.length > 1 ? "s" : ""}`);
+for (const box of all("article > section .highlight-diff")) {
+  const isHead = (x) => /^.\s*(import .*|from .*)?\s*$/.test(x.textContent) || x.querySelector(".sd");
+  if ([...box.querySelectorAll("del, ins")].every(isHead)) fold(box, "docstring, imports");
+}
+for (const box of all('p:has(img[src*="which_one"]) + ol')) fold(box, "The same as a list");
 
 const landmarks = { ".sidebar-drawer": "All pages", ".toc-drawer": "On this page" };
 for (const [selector, name] of Object.entries(landmarks)) {
@@ -81,9 +141,10 @@ const MEANT = {
   "distributedsampler": "give each rank its share of the samples",
 };
 
-// In a search, the pages of a script that is named come first, then headings with all
-// words of the query, then other sections, then pages. (What is last here is shown first.)
+// In a search, the pages of a script that is named come first, then pages and sections with
+// all words of the query in their heading, then other sections, then pages. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
+  Documentation.ngettext = (one, many, n) => `${n} page${n > 1 ? "s" : ""}`;
   const search = Search._performSearch;
   Search._performSearch = (query, ...terms) => {
     const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")];
@@ -96,7 +157,7 @@ if (typeof Search !== "undefined") {
       .flatMap(([title, places]) => places.map(([file, id]) => {
         const name = titles[file] === title ? title : `${titles[file]} > ${title}`;
         return [docnames[file], name, id ? `#${id}` : "", null, 100, filenames[file], "title"];
-      }));
+      })).sort((x, y) => !!y[2] - !!x[2]);
     const named = FILES.filter(([file]) => names.some((x) => `/${file}`.endsWith(`/${x}`)))
       .map(([, page, title]) => [page, title, "", null, 100, "", "title"]).reverse();
     const before = (found, known) => [
@@ -136,7 +197,9 @@ if (typeof Search !== "undefined") {
 // A result of a search is scrolled to: its first word below the title.
 if (localStorage.getItem("sphinx_highlight_terms") && !location.hash)
   addEventListener("load", () => setTimeout(() => {
-    all("article .highlighted").find((x) => !x.closest("h1"))?.scrollIntoView({ block: "center" });
+    const found = all("article .highlighted").find((x) => !x.closest("h1"));
+    found?.closest("details")?.setAttribute("open", "");
+    found?.scrollIntoView({ block: "center" });
   }, 50));
 
 // Output that shows no command has no button to copy a command.
