@@ -117,7 +117,7 @@ def test_sliders_and_addresses(visit):
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
     assert "Each GPU computes, here with FSDP" in figure.text_content()
-    assert "HSDP is better: 66.4 %, but needs 140 GB" in figure.text_content()
+    assert "HSDP is better: 66 %, but needs 140 GB" in figure.text_content()
     figure.get_by_role("button", name="Copy the answer").click()
     copied = tab.evaluate("navigator.clipboard.readText()")
     assert copied.startswith("DDP does not fit: FSDP does, ")

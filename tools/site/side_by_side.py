@@ -63,7 +63,8 @@ def words_html(words, marked):
 
     def look(numbered):
         index, (css, text) = numbered
-        return css, index in marked and not text.isspace()
+        near = {index - 1, index + 1}  # a blank is marked between marked words
+        return css, index in marked and (not text.isspace() or near <= marked)
 
     html = ""
     for (css, has_mark), alike in itertools.groupby(enumerate(words), look):

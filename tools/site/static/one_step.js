@@ -85,7 +85,7 @@ function draw(v, width) {
   const bar = ([from, to], y, height, kind) => out.push(box(x(from), y, x(to) - x(from) - (isDdp ? 1 : 0), height, kind));
   const gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
-  const percent = (name) => `${(100 * ways[name][1]).toFixed(1)} %`;
+  const percent = (name) => `${(100 * ways[name][1]).toFixed(0)} %`;
   const head = first === "DDP" ? [`DDP is ${percent("DDP")} efficient`]
     : [`DDP does not fit: ${first ?? "no way"} does`, `${first === way ? "" : `${way} is `}${percent(way)} efficient`];
   const told = [`${isDdp ? "" : `with ${way}, `}GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
@@ -147,7 +147,7 @@ function draw(v, width) {
     put((y += 28) - 4, [name], "ink b");
     const most = v["memory-gb"] / 0.8; // what is too large is cut
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, Math.min(1, sum(parts.slice(0, i + 1)) / most) * full, 21, kinds[i]));
+      out.push(box(start, y - 19, Math.max(3 * i + 3, Math.min(1, sum(parts.slice(0, i + 1)) / most) * full), 21, kinds[i]));
     if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + 0.92 * full)} ${y + 3}l8 -24"/>`);
     const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
@@ -156,7 +156,7 @@ function draw(v, width) {
     box(left + 90 * i, y + 19, 10, 10, kind), write(left + 90 * i + 15, y + 29, kind, "soft")]));
   const words = `${head.join(", ")}: ${told.join(", ")}. ${faster ? `${better.join(", ")}. ` : ""}${best}; activations come on top.`;
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 44}"`
-    + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, "card")}${out.join("")}</svg>`, words];
+    + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, 'card" rx="8')}${out.join("")}</svg>`, words];
 }
 
 const scale = (...powers) => powers.flatMap((n) => [1, 1.3, 1.6, 2, 2.5, 3, 4, 5, 6.4, 7, 8].map((x) => +`${x}e${n}`));
@@ -166,8 +166,8 @@ const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   "memory-gb": ["GPU memory", " GB", 40, [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288]],
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
-  gbit: ["Link between machines", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
-  inside: ["Link inside a machine", " GB/s", 450, [1, 2, 5, 10, 16, 25, 32, 50, 64, 100, 150, 200, 300, 450, 900, 1800]],
+  gbit: ["Link", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
+  inside: ["Link in a machine", " GB/s", 450, [1, 2, 5, 10, 16, 25, 32, 50, 64, 100, 150, 200, 300, 450, 900, 1800]],
 });
 const PRESETS = { // steps of 32,768 tokens (8B: 16,384, 70B: 8,192) at 400 TFLOP/s
   "GPT-2": { parameters: 124e6, "step-ms": 61, "memory-gb": 40 },
@@ -176,18 +176,17 @@ const PRESETS = { // steps of 32,768 tokens (8B: 16,384, 70B: 8,192) at 400 TFLO
   "70B": { parameters: 70e9, "step-ms": 8602, "memory-gb": 80 },
 };
 
+const MORE = ["memory-gb", "gpus", "inside"]; // these sliders are folded
+
 function explore(picture) {
-  const site = picture.previousElementSibling.querySelector("a"); // here, this is the site
-  if (site?.previousSibling?.data?.endsWith("On ")) {
-    site.nextSibling.data = site.nextSibling.data.replace(", this", "This");
-    site.previousSibling.data = site.previousSibling.data.replace(/On $/, "");
-    site.remove();
-  }
+  const intro = picture.previousElementSibling; // here, one sees that there are sliders
+  intro.innerHTML = intro.innerHTML.replace(/On <a.*presets\.\s*Set them/s, "Set the sliders");
   const figure = document.createElement("figure"), values = Object.fromEntries(FIELDS.map(([name, x]) => [name, x[2]]));
   figure.className = "draw-one-step";
   const presets = Object.keys(PRESETS).map((name) => `<button type="button">${name}</button>`).join(" ");
-  figure.innerHTML = `<p class="presets">${presets}</p><form>${FIELDS.map(([name, [label, , , stops]]) => `<label>${label} <b></b><input type="range"`
-    + ` name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("")}</form><em></em><div></div>`
+  const sliders = (more) => FIELDS.filter(([name]) => MORE.includes(name) === more).map(([name, [label, , , stops]]) =>
+    `<label>${label} <b></b><input type="range" name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("");
+  figure.innerHTML = `<p class="presets">${presets}</p><form>${sliders(false)}<details><summary>More</summary><span>${sliders(true)}</span></details></form><em></em><div></div>`
     + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
@@ -211,6 +210,7 @@ function explore(picture) {
       if (x >= stops[0] && x <= stops.at(-1)) values[name] = x;
       else if (asked.has(name)) ignored.push(` ${name}=${asked.get(name)} (takes ${typed(stops[0])} to ${typed(stops.at(-1))})`);
     }
+    if (MORE.some((name) => asked.has(name))) form.querySelector("details").open = true;
     note.textContent = ignored.length ? `Ignored in the address:${ignored}` : "";
     show();
   };

@@ -46,6 +46,9 @@ if (one) {
   one.addEventListener("change", () => localStorage.setItem("one-column", one.checked));
 }
 
+// The list of explanations covers them, until one of them is chosen.
+for (const list of all(".ideas ul")) list.addEventListener("click", () => (list.parentElement.open = false));
+
 const names = document.querySelector(".names");
 names?.addEventListener("change", () => {
   const [from, to] = [names.elements.old.value, names.elements.new.value];

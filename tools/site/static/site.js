@@ -46,7 +46,7 @@ for (const table of all("article table")) {
 }
 
 // A long name breaks behind its underscores first.
-for (const x of all("article :is(h1, .cards code, td .pre, td a, .tests span)"))
+for (const x of all("article :is(h1, td .pre:not(.option), td a, .tests span)"))
   if (!x.children.length) x.innerHTML = x.innerHTML.replaceAll("_", "_<wbr>");
 
 // A phone shows code without the indent that all of its lines have.
