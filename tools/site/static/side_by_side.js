@@ -88,7 +88,7 @@ addEventListener("keydown", (event) => {
   const boxes = changes.map((x) => x.getBoundingClientRect());
   const target = changes.findIndex((x, i) =>
     x.matches(":target, :has(:target)") && boxes[i].top < innerHeight && boxes[i].bottom > 0);
-  const above = boxes.findLastIndex((x) => x.top < innerHeight / 4);
+  const above = boxes.findLastIndex((x) => scrollY && x.top < innerHeight / 4);
   const goal = changes[(target < 0 ? above : target) + step];
   if (!goal) return;
   location.replace(`#${goal.id}`);

@@ -64,11 +64,14 @@ for (const pre of all(".highlight-diff pre")) {
   let file, stretch = [];
   const dedent = () => {
     const indent = indentOf(stretch.map((x) => x.textContent.slice(1)));
-    for (const { firstChild: text } of stretch.splice(0)) {
-      const sign = document.createElement("i");
+    for (const line of stretch.splice(0)) {
+      const sign = document.createElement("i"), text = line.firstChild;
       sign.textContent = text.data[0];
-      text.data = text.data.slice(1).replace(RegExp(`^ {0,${indent}}`), "");
-      text.before(sign);
+      text.data = text.data.slice(1);
+      const code = text.data ? text : text.nextSibling?.firstChild;
+      if (code) code.data = code.data.replace(RegExp(`^ {${indent}}`), "");
+      line.style.setProperty("--indent", Math.min(8, Math.max(0, line.textContent.search(/\S/))));
+      line.prepend(sign);
     }
   };
   for (const line of pre.children) {
