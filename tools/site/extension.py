@@ -61,13 +61,7 @@ def beside(block):
 
 
 def link_files(app, doctree):
-    """A link to a file of the repository leads to a page of the site that shows it.
-
-    The lists of tests are quiet.
-    """
-    for paragraph in doctree.findall(nodes.paragraph):
-        if paragraph.astext().startswith("Tests: "):
-            paragraph["classes"].append("tests")
+    """A link to a file of the repository leads to a page of the site that shows it."""
     links = list(doctree.findall(addnodes.download_reference))
     links += doctree.findall(addnodes.pending_xref)
     for node in links:

@@ -42,11 +42,11 @@ for (const header of all("article th"))
 for (const table of all("article table")) {
   const names = [...table.querySelectorAll("thead :is(th, td)")].map((x) => x.textContent), cells = [...table.querySelectorAll("tbody td")];
   table.classList.toggle("stacks", !cells.every((x) => !x.cellIndex || /^[\W\d]*\w{0,2}$/.test(x.textContent.trim())));
-  for (const cell of cells) cell.dataset.name = names[cell.cellIndex];
+  for (const cell of cells) cell.dataset.name = cell.textContent.trim() && names[cell.cellIndex];
 }
 
 // A long name breaks behind its underscores first.
-for (const x of all("article :is(h1, td .pre:not(.option), td a, .tests span)"))
+for (const x of all("article :is(h1, td .pre:not(.option), td a, p > a > .download)"))
   if (!x.children.length) x.innerHTML = x.innerHTML.replaceAll("_", "_<wbr>");
 
 // A phone shows code without the indent that all of its lines have.
@@ -93,7 +93,7 @@ function fold(box, words) {
   box.replaceWith(details);
   details.append(box);
 }
-for (const box of all("p.tests")) fold(box, `${box.children.length} test${box.children.length > 1 ? "s" : ""}`);
+for (const box of all("article p").filter((x) => x.textContent.startsWith("Tests: "))) fold(box, `${box.children.length} test${box.children.length > 1 ? "s" : ""}`);
 for (const box of all("article > section .highlight-diff")) {
   const isHead = (x) => /^.\s*(import .*|from .*)?\s*$/.test(x.textContent) || x.querySelector(".sd");
   if ([...box.querySelectorAll("del, ins")].every(isHead)) fold(box, "docstring, imports");
