@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, it may abort the exit
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 SNAPSHOT = "stripes_snapshot.pt"
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def get_args():
@@ -150,7 +150,7 @@ def main():
         snapshot = torch.load(
             SNAPSHOT, map_location="cpu", weights_only=True, mmap=True
         )
-        dcp.set_state_dict(
+        state_dict.set_state_dict(
             model,
             optimizer,
             model_state_dict=snapshot["MODEL_STATE"],
@@ -167,7 +167,9 @@ def main():
         train(args, model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()
-        model_state, optim_state = dcp.get_state_dict(model, optimizer, options=WHOLE)
+        model_state, optim_state = state_dict.get_state_dict(
+            model, optimizer, options=WHOLE
+        )
         snapshot = {
             "MODEL_STATE": model_state,
             "OPTIMIZER_STATE": optim_state,
