@@ -95,7 +95,7 @@ def test_keys_and_taps(visit):
     assert "each rank trains a model of its own" in status.text_content()
     play = figure.get_by_role("button", name="Play")
     play.tap()
-    tab.clock.run_for(11_000)
+    tab.clock.run_for(5_000)
     assert "DDP sends nothing" in status.text_content()
     figure.get_by_label("Picture").fill("6")
     tab.clock.run_for(20_000)

@@ -37,6 +37,13 @@ function frames({ epochs }) {
   ])];
 }
 
+// What a frame has of a run: two runs are alike for as long as this is.
+function seen({ epochs, averages }, { epoch, step, phase }) {
+  if (epoch === undefined) return "";
+  const { steps, repeats } = epochs[epoch];
+  return String([repeats, phase > 1 && averages, steps[step]?.map((x) => [x.taken, x.own, phase > 1 && x.apart])]);
+}
+
 // Sentences on what has just happened: [words, "right", "wrong" or nothing].
 // The judgement comes first, the numbers second.
 function tell(run, frame) {
@@ -46,7 +53,7 @@ function tell(run, frame) {
 // For how many milliseconds Play shows them. Later steps say little that is new.
 function time(run, frame) {
   const words = tell(run, frame).map(([said]) => said).join(" ").split(" ").length;
-  return frame.step && frame.phase === 3 ? 1800 : Math.min(4000, 800 + 100 * words);
+  return frame.step && frame.phase === 3 ? 900 : Math.min(2000, 400 + 50 * words);
 }
 
 function happened(run, { epoch, step, phase }) {
@@ -83,14 +90,14 @@ function judge(run, epoch) {
     said.push(["This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.", "right"]);
   if (gap(now.steps.at(-1))) wrong(`Without ddp_model, each rank trains a model of its own: the two are ${fixed(gap(now.steps.at(-1)))} apart${now.repeats ? "" : ", and only rank 0's is saved"}.`);
   else if (!run.averages) wrong("Without ddp_model, DDP sends nothing.");
-  if (now.repeats) wrong(`Without set_epoch, every epoch repeats the order of the first${run.averages ? ": the same samples always share a batch" : ""}.`);
-  if (run.overlaps) wrong("Without the sampler, both ranks take the same samples: rank 1 does no useful work.");
-  const far = percent(run, epoch), mistakes = said.length, side = far < 0 ? "below" : "above";
+  if (now.repeats) wrong("Without set_epoch, the same samples share a batch in every epoch.");
+  if (run.overlaps) wrong(`Without the sampler, both ranks take the same samples${run.averages ? ": rank 1 does no useful work" : ""}.`);
+  const far = percent(run, epoch), side = far < 0 ? "below" : "above";
   const than = right ? "" : far ? `, ${Math.abs(far)}\u00a0% ${side} the right run` : ", as in the right run";
   said.push([`Held-out loss${epoch || !right ? "" : ", of samples that no rank trains on,"} after epoch ${epoch + 1}: ${fixed(now.heldOut)}${than}.`]);
   if (!right && !said[0][1]) said.push(["Epoch 1 is like that of the right run."]);
   else if (run.overlaps && far < WORSE) said.push(["Twice as many steps hide the mistake."]);
-  else if (!right) said.push([far < WORSE ? "The loss does not show the mistake." : mistakes > 1 ? "" : "Your own script has no right run to compare with."]);
+  else if (!right && far < WORSE) said.push(["The loss does not show the mistake."]);
   return said;
 }
 
@@ -106,6 +113,8 @@ const comes = (x, y, drawn) => `<g class="moves" style="--x:${at(x)}px;--y:${at(
 // A message goes so far, from a second on; what it brings is seen from a second on.
 const goes = (x, from, drawn) => `<g class="goes" style="--x:${at(x)}px;--t:${from}s">${drawn}</g>`;
 const late = (until, drawn) => `<g class="late" style="--t:${until}s">${drawn}</g>`;
+// What both ranks took has the colours of both.
+const shared = (x, y, size) => box(x, y, size, size, "rank0") + `<path d="M${at(x + size)} ${y}v${size}h${-size}z" class="rank1"/>` + box(x, y, size, size, "both twice");
 const square = (x, y, size, sample, kind, high = size) => box(x, y, size, high, kind) + write(x + size / 2, y + high / 2 + 4.5, sample, "number");
 const circle = (x, y, r, kind) => `<circle cx="${at(x)}" cy="${at(y)}" r="${r}" class="${kind}"/>`;
 const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
@@ -142,7 +151,8 @@ function lanes(run, frame, left, size, wide) {
   });
   const pool = [...Array(SAMPLES).keys()].map((sample) => {
     const by = count.get(sample);
-    return square(home(sample), 22, free, sample, !by ? "free" : by.length > 1 ? "rank1 twice" : `rank${by[0]}`);
+    if (by?.length > 1) return shared(home(sample), 22, free) + write(home(sample) + free / 2, 22 + free / 2 + 4.5, sample, "number b");
+    return square(home(sample), 22, free, sample, by ? `rank${by[0]}` : "free");
   });
   const ended = frame.phase === 4, all = `Epoch ${frame.epoch + 1} took each sample ${run.overlaps ? "twice" : "once"}`;
   const title = ended ? write(0, 14, all, `${run.overlaps ? "bad-ink" : good} b`) : write(0, 14, `${SAMPLES} samples`, "ink b");
@@ -164,7 +174,7 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
       out.push(arrow(near[rank] + 4 * way[rank], edge - 4 * way[rank], top + 13), arrow(edge - 4 * way[rank], near[rank] + 4 * way[rank], top + 33));
     }
     const average = write(middle, top + 37, fixed(now[0].used), "average ink b mid");
-    out.push(box(middle - half, top, 2 * half, tall, `pill ${kind}`, 'rx="8"'), write(middle, top + 18, "average", "ink small mid"), fresh ? late(0.8, average) : average);
+    out.push(box(middle - half, top, 2 * half, tall, `pill ${kind}`, 'rx="8"'), write(middle, top + 18, "average", "ink small mid"), fresh ? late(0.4, average) : average);
     end(...useful ? ["sent", "ok-ink"] : ["sent for nothing", "bad-ink"]);
   } else if (phase > 1) {
     const y = top + 23;
@@ -176,11 +186,11 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
     const x = rank ? near[1] : 0, own = phase > 0 ? `: ${fixed(now[rank].own)}` : "", used = phase > 1 ? `uses ${fixed(now[rank].used)}` : "";
     const after = used && write(x + w / 2, top + 38, used, "number b");
     out.push(box(x, top, w, tall, `rank${rank}`, 'rx="4"'), write(x + w / 2, top + 18, `rank ${rank}${own}`, "number"),
-      sent && fresh ? late(1.7, after) : after);
+      sent && fresh ? late(0.85, after) : after);
   }
   if (sent && fresh) for (const rank of RANKS) {
     const from = near[rank] - 24 * way[rank], letter = (x, y, value, color) => box(x - 22, y - 10, 44, 20, color, 'rx="4"') + write(x, y + 4.5, fixed(value), "ink small mid");
-    out.push(goes(middle - from, 0, letter(from, top + 13, now[rank].own, `rank${rank}`)), goes(from - middle, 0.9, letter(middle, top + 33, now[rank].used, `pill ${kind}`)));
+    out.push(goes(middle - from, 0, letter(from, top + 13, now[rank].own, `rank${rank}`)), goes(from - middle, 0.45, letter(middle, top + 33, now[rank].used, `pill ${kind}`)));
   }
   return group("gradient", 0, 0, out);
 }
@@ -213,11 +223,11 @@ function weight(run, steps, width, tall) {
 const LOW = 6, HIGH = 18; // of the axis
 function chart(run, frame, width, row, wide) {
   const left = 60, x = (loss) => left + (loss - LOW) / (HIGH - LOW) * (width - left - 64), base = 24 + row * EPOCHS, wrong = run.key !== RIGHT;
-  const out = [write(0, 14, "held-out loss", "ink b"), write(0, base + 15, "← better", "soft small")];
+  const out = [write(0, 14, "held-out loss", "ink b"), write(0, base + 17, "← better", "soft small")];
   out.push(...wrong ? [circle(width - (wide ? 70 : 66), 9, 6, "hollow"), write(width, 14, "right run", "ink small end")] : []);
   const mine = width - (wrong ? 92 : 0); // its legend
   out.push(write(mine, 14, "this run", "ink small end"), circle(mine - (wide ? 62 : 58), 9, 4.5, "dot"));
-  for (const tick of [8, 12, 16]) out.push(rule(x(tick), 24, x(tick), base, "trail"), write(x(tick), base + 15, tick, "soft small mid"));
+  for (const tick of [8, 12, 16]) out.push(rule(x(tick), base, x(tick), base + 4, "axis"), write(x(tick), base + 17, tick, "soft small mid"));
   out.push(rule(left, base, width - 64, base, "axis"));
   read(RIGHT).epochs.forEach(({ heldOut: right }, e) => {
     const ended = frame.epoch > e || frame.epoch === e && frame.phase === 4, y = 24 + row * (e + 0.5), ran = run.epochs[e].heldOut;
@@ -259,15 +269,19 @@ function play(figure) {
   const pictures = () => frames(read(key()));
   const last = () => pictures().length - 1;
   let index = last(), timer, width;
-  const show = (room = drawing.clientWidth) => {
+  const show = (room = drawing.clientWidth, first = "") => {
     const said = tell(read(key()), pictures()[index]), off = key().slice(0, 2);
-    if (index === last() && off !== "00") said.push([`<span class="again">Tick the line${off === "11" ? "s to repair them" : " to repair it"}.</span>`]);
+    if (first) said.push([first]);
+    if (index === last() && ["01", "10"].includes(off)) said.push(['<span class="again">Tick the line to repair it.</span>']);
     [drawing.innerHTML] = draw(key(), index, width = room);
     count.textContent = scrub.ariaValueText = `${index + 1} of ${last() + 1}`;
     [scrub.max, scrub.value] = [last() + 1, index + 1];
-    caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
     back.disabled = !index;
+    label();
+  };
+  const label = () => {
+    caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
     start.textContent = timer ? "Pause" : "Play";
   };
   const follow = () => {
@@ -277,7 +291,7 @@ function play(figure) {
     [model, order, sampler].forEach((x, i) => x.checked = link[i + 1] === "0");
     if (order.checked) sampler.checked = true;
     index = Math.min(Math.max(link[4] - 1, 0), last());
-    was = pictures();
+    [was, before] = [pictures(), key()];
     show();
     figure.scrollIntoView();
   };
@@ -295,22 +309,19 @@ function play(figure) {
     go(1);
     if (timer) wait();
   }, time(read(key()), pictures()[index]));
-  const look = () => {
-    show();
-    caption.scrollIntoView({ block: "nearest" });
-  };
   start.onclick = () => {
-    if (timer) return keep(show(stop()));
-    if (index === last()) index = 0;
+    if (timer) return keep(label(stop())); // what flies is not sent anew
+    if (index === last()) show(index = 0);
     wait();
-    look();
+    label();
+    caption.scrollIntoView({ block: "nearest" });
   };
   back.onclick = () => go(-1, stop());
   step.onclick = () => go(1, stop());
   // The picture of the same step in another run, which may have fewer steps in an epoch.
   const like = ({ epoch, step, phase }) => pictures().findLastIndex((x) =>
     x.epoch === epoch && x.phase === phase && (phase === 4 || !(x.step > step)));
-  let was = pictures();
+  let was = pictures(), before = key();
   scrub.oninput = () => {
     index = scrub.value - 1;
     show(stop());
@@ -322,9 +333,13 @@ function play(figure) {
     if (order.checked) sampler.checked = true;
     stop();
     index = index < was.length - 1 ? like(was[index]) : last();
-    was = pictures();
+    // Where the switch changes nothing yet, the picture goes on to where it does.
+    const from = index, [old, now, all] = [read(before), read(key()), pictures()];
+    while (index < last() && seen(old, all[index]) === seen(now, all[index])) index++;
+    [was, before] = [all, key()];
     keep();
-    look();
+    show(undefined, index > from ? "Before this, the switch changes nothing." : "");
+    caption.scrollIntoView({ block: "nearest" });
   };
   figure.onkeydown = (event) => {
     const press = { ArrowRight: step, ArrowLeft: back }[event.key];
