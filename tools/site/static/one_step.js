@@ -65,6 +65,7 @@ function predict(v) {
 
 const times = (...seconds) => (seconds.at(-1) < 10
   ? `${seconds.map((x) => digits(1e3 * x)).join(" of ")} ms` : `${seconds.map((x) => x.toFixed(1)).join(" of ")} s`);
+const took = (ms) => ms < 1000 ? `${digits(ms)} ms` : `${(ms / 1e3).toFixed(1)} s`;
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
 const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", ""), short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 const sum = (some) => some.reduce((x, y) => x + y), at = (x) => +x.toFixed(1);
@@ -96,7 +97,7 @@ function draw(v, width) {
   const rows = (parts, kind) => (put(y + 20, parts, kind), y += 20 * parts.length);
   rows(fold(told), limit === "compute" ? "ink b" : "red b");
   if (faster) rows(fold(better), "ink b");
-  rows(fold([`${short(v.parameters)} parameters, ${digits(v["step-ms"])} ms on one GPU`,
+  rows(fold([`${short(v.parameters)} parameters, ${took(v["step-ms"])} on one GPU`,
     `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   y += 32;
   put(y, [`Each GPU computes${isDdp ? "" : `, here with ${way}`}`], "ink b");
@@ -190,15 +191,22 @@ function explore(picture) {
     + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
+  // What the picture says need not be said below it as well.
+  const inSight = new IntersectionObserver(([{ isIntersecting }]) => status.classList.toggle("said", isIntersecting));
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
-      const slider = form.elements[name], text = name === "parameters" ? short(values[name]) : digits(values[name]) + unit;
+      const slider = form.elements[name], text = name === "parameters" ? short(values[name])
+        : name === "step-ms" ? took(values[name]) : digits(values[name]) + unit;
       slider.value = stops.findLastIndex((x) => x <= values[name]);
       slider.ariaValueText = slider.previousElementSibling.textContent = text;
     }
     for (const button of figure.querySelectorAll(".presets button"))
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320); // 0: it is not laid out yet
+    const answer = [...drawing.querySelectorAll(".h")].at(-1);
+    answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
+    inSight.disconnect();
+    inSight.observe(answer);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
     command.innerHTML = (`python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
       + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`).replace(/--\S+ \S+/g, "<span>$&</span>");
