@@ -49,6 +49,17 @@ for (const table of all("article table")) {
 for (const x of all("article :is(h1, td .pre:not(.option), td a, p > a > .download)"))
   if (!x.children.length) x.innerHTML = x.innerHTML.replaceAll("_", "_<wbr>");
 
+// A sign of percent stays beside its number.
+const texts = document.createTreeWalker(document.querySelector("article"), NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  const { currentNode: text } = texts;
+  if (/\d %/.test(text.data) && !text.parentNode.closest("pre, code, script")) text.data = text.data.replace(/(\d) %/g, "$1\u00a0%");
+}
+
+// What goes wrong without a line stands out.
+for (const bold of all("article p > strong:first-child"))
+  bold.parentNode.classList.toggle("without", bold.textContent === "Without it." && bold === bold.parentNode.firstChild);
+
 // A phone shows code without the indent that all of its lines have.
 const indentOf = (lines) => Math.min(...lines.filter((x) => x.trim()).map((x) => x.search(/\S/)));
 for (const pre of all(".highlight-python pre")) {
@@ -115,16 +126,21 @@ const reach = new ResizeObserver((entries) => {
 const wide = "article pre, article .table-wrapper";
 for (const box of all(wide)) reach.observe(box);
 
-// The files of the picture of which_one lead where those of the list below it lead.
+// The boxes of the picture of which_one lead where the files of the list below it lead,
+// and so do the pages that it names.
 for (const picture of all('picture:has(img[src*="which_one"])')) fetch(picture.querySelector("img").currentSrc).then((got) => got.text()).then((svg) => {
   picture.outerHTML = svg.replace('role="img"', 'role="group"');
   for (const text of all("article svg text")) {
-    const file = all("article li a").find((x) => x.textContent === text.textContent);
-    if (!file) continue;
-    const link = document.createElementNS("http://www.w3.org/2000/svg", "a");
+    const links = all("article li a"), file = links.find((x) => x.textContent === text.textContent);
+    if (!file) {
+      const named = new Map(links.filter((x) => text.textContent.includes(x.textContent)).map((x) => [x.textContent, x.href]));
+      for (const [name, url] of named) text.innerHTML = text.innerHTML.replace(name, `<a href="${url}">${name}</a>`);
+      continue;
+    }
+    const link = document.createElementNS("http://www.w3.org/2000/svg", "a"), box = text.previousElementSibling;
     link.setAttribute("href", (file.nextElementSibling ?? file).href);
     text.replaceWith(link);
-    link.append(text);
+    link.append(...box?.localName === "rect" ? [box] : [], text);
   }
 }).catch(() => {}); // a page that was opened as a file keeps the picture
 
@@ -148,7 +164,8 @@ const MEANT = {
 // all words of the query in their heading, then other sections, then pages. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
   Documentation.ngettext = (one, many, n) => `${n} page${n > 1 ? "s" : ""}`;
-  const search = Search._performSearch;
+  const { gettext } = Documentation, search = Search._performSearch;
+  Documentation.gettext = (text) => text.startsWith("Your search did not") ? "No page has these words. Try fewer, or others." : gettext(text);
   Search._performSearch = (query, ...terms) => {
     const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")];
     const words = (MEANT[typed] ?? typed).split(/\s+/);
