@@ -72,7 +72,7 @@ function happened(run, { epoch, step, phase }) {
     : ["self.ddp_model was called: during backward(), DDP sends the gradients, so that both ranks learn from the samples of both.", "right"],
   [`Both go on with the average, ${fixed(a.used)}.`]];
   if (now.repeats) return [takes, [`Nobody calls set_epoch: epoch ${epoch + 1} takes the samples in the order of epoch 1.`, "wrong"], ...drift];
-  if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) makes the sampler shuffle anew: in epoch ${epoch + 1}, other samples share a batch.`, "right"], ...drift];
+  if (epoch && run.announces) return [takes, [`set_epoch(${epoch}) shuffles anew: in epoch ${epoch + 1}, other samples share a batch.`, "right"], ...drift];
   if (epoch || step) return [takes, shares, ...drift];
   if (apart) return [["optimizer.step() changes each rank's weights by its own gradients."], [`These are two models now, ${fixed(apart)} apart.`, "wrong"]];
   return [["optimizer.step() changes the weights of both ranks by the same gradients."],
@@ -162,7 +162,7 @@ function lanes(run, frame, left, size, wide) {
 // The message between the ranks: a box for each, the gradient before and after, and in the
 // middle where they meet. Green is sent, and red is cut.
 function gradient(run, now, { epoch, step, phase }, width, wide) {
-  const out = [write(0, 14, "gradient", "ink b"), write(wide ? 72 : 68, 14, "of one weight", "soft small")];
+  const out = [write(0, 14, "gradient", "ink b"), width < 310 ? "" : write(wide ? 72 : 68, 14, "of one weight", "soft small")];
   const w = wide ? 108 : 96, top = 24, tall = 46, near = [w, width - w], middle = width / 2, way = [1, -1], half = wide ? 36 : 34;
   const sent = run.averages && phase > 1, useful = sent && !run.overlaps, kind = useful ? "sent" : "unsent";
   const fresh = phase === 2 || phase === 3 && (epoch || step);
@@ -311,7 +311,7 @@ function play(figure) {
   }, time(read(key()), pictures()[index]));
   start.onclick = () => {
     if (timer) return keep(label(stop())); // what flies is not sent anew
-    if (index === last()) show(index = 0);
+    if (index === last()) go(1); // the first
     wait();
     label();
     caption.scrollIntoView({ block: "nearest" });
@@ -338,7 +338,7 @@ function play(figure) {
     while (index < last() && seen(old, all[index]) === seen(now, all[index])) index++;
     [was, before] = [all, key()];
     keep();
-    show(undefined, index > from ? "Before this, the switch changes nothing." : "");
+    show(undefined, index > from ? "Until here, nothing differs." : "");
     caption.scrollIntoView({ block: "nearest" });
   };
   figure.onkeydown = (event) => {
