@@ -168,7 +168,7 @@ const FIELDS = Object.entries({ // label, unit, default, stops of the slider
   machines: ["Machines", "", 8, [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]],
   gpus: ["GPUs in each", "", 8, [1, 2, 3, 4, 6, 8, 12, 16]],
   gbit: ["Link", " Gbit/s", 100, [0.1, 1, 2.5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200]],
-  inside: ["Link in a machine", " GB/s", 450, [1, 2, 5, 10, 16, 25, 32, 50, 64, 100, 150, 200, 300, 450, 900, 1800]],
+  inside: ["Link inside", " GB/s", 450, [1, 2, 5, 10, 16, 25, 32, 50, 64, 100, 150, 200, 300, 450, 900, 1800]],
 });
 const PRESETS = { // steps of 32,768 tokens (8B: 16,384, 70B: 8,192) at 400 TFLOP/s
   "GPT-2": { parameters: 124e6, "step-ms": 61, "memory-gb": 40 },
