@@ -4,7 +4,6 @@ Gradients are computed in forks: pytest's own process refuses them.
 """
 
 import collections
-import functools
 import os
 import re
 import shutil
@@ -24,27 +23,12 @@ import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.helpers.checks import STANDIN, noted  # noqa: E402
-from tests.helpers.site_fixtures import address, browser, pages, site, visit  # noqa: E402, F401
+from tests.helpers.made_once import made_once  # noqa: E402
 from tests.hooks.faults import kill_in_step_80, record_in_one_piece  # noqa: E402
 from tests.hooks.probe import probe  # noqa: E402
-from tools.run import hosts, launch  # noqa: E402
+from tools.run import launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
-from tools.scripts import ROOT, commands, trunk  # noqa: E402
-
-OBSERVER = ROOT / "tests" / "observer"
-NO_HOSTS = hosts.why_not()
-needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
-
-# Their commands run in new interpreters, as a user starts them: those of the scripts of
-# the root, and of one cheap variant for each launcher (`python`, `python` that spawns,
-# `torchrun`). The others' run in forks, unless a test marked `full` asks for more.
-IN_NEW_INTERPRETERS = [
-    *trunk(),
-    "variants/data_parallel.py",
-    "variants/multinode_spawn.py",
-    "variants/preemptible.py",
-]
-
+from tools.scripts import commands, trunk  # noqa: E402
 
 # `pytest` leaves some tests out unless it is told --all or --full.
 
@@ -65,26 +49,16 @@ def pytest_addoption(parser):
 # Gradients are computed in forks, so that tests pass in any order. There models are
 # compiled, too: a build for CUDA would count eight GPUs where there is none.
 
-ONLY_IN_FORKS = [
-    (torch.autograd, "backward"),
-    (torch.autograd, "grad"),
-    (FakeTensorMode, "__enter__"),  # of each compilation
-]
-allowed = [getattr(*place) for place in ONLY_IN_FORKS]
-
 
 def refuse(*_, **__):
     pytest.fail("a gradient or a compilation in pytest's own process: use in_a_fork")
 
 
-def allow():
-    for place, function in zip(ONLY_IN_FORKS, allowed, strict=True):
-        setattr(*place, function)
-
-
-for place in ONLY_IN_FORKS:
-    setattr(*place, refuse)
-os.register_at_fork(after_in_child=allow)
+in_this_process = pytest.MonkeyPatch()
+in_this_process.setattr(torch.autograd, "backward", refuse)
+in_this_process.setattr(torch.autograd, "grad", refuse)
+in_this_process.setattr(FakeTensorMode, "__enter__", refuse)  # of each compilation
+os.register_at_fork(after_in_child=in_this_process.undo)
 
 
 left_out = {}  # {option: {folder: how many of its tests}}
@@ -142,118 +116,70 @@ def standin(tmp_path_factory):
     program.succeed(timeout_s=600)
 
 
-def made_once(run):
-    """`get(name, nprocs=2, hooks=())`: what `run` returns, made when first asked for.
-
-    nprocs counts for those scripts alone that run as several processes. The fixtures
-    that take no more than a name use functools.cache.
-    """
-    kept = functools.cache(run)
-
-    def get(name, nprocs=2, hooks=()):
-        nprocs = nprocs if name in launch.DISTRIBUTED else 1
-        return kept(name, nprocs, tuple(hooks))
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory):
+@made_once
+def runs(folder, name, nprocs=2, hooks=()):
     """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
 
-    It saves every second epoch. In forks. hooks: as of `launch`.
+    It saves every second epoch. In forks. hooks: as of `launch`, in a tuple.
     """
-
-    @made_once
-    def run(name, nprocs, hooks):
-        folder = tmp_path_factory.mktemp("run")
-        size = launch.batch_size(name, 64, nprocs)
-        done = launch.train(
-            name, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
-        )
-        return folder, done
-
-    return run
+    size = launch.batch_size(name, 64, nprocs)
+    done = launch.train(
+        name, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+    )
+    return folder, done
 
 
-@pytest.fixture(scope="session")
-def typed(tmp_path_factory, request):
-    """`typed(name)`: (folder, Done, threads) of the docstring's command, as typed.
+@made_once
+def typed(folder, name):
+    """`typed(name)`: (folder, Done) of the docstring's command, as typed.
 
-    threads: for each rank, the names of gloo's threads that were left at its exit.
-    Those of IN_NEW_INTERPRETERS run so, and those whose threads a test asks for: forks
-    show none.
+    The scripts of the root run in new interpreters, as a user starts them.
     """
-    new = set(IN_NEW_INTERPRETERS)
-    for test in request.session.items:
-        if test.get_closest_marker("full"):
-            new.update(re.findall(r"\[(.*\.py)\]", test.nodeid))
-
-    @functools.cache
-    def run(name):
-        folder = tmp_path_factory.mktemp("typed")
-        log = tmp_path_factory.mktemp("threads")
-        launch.plant(name, folder)
-        (words,) = commands(name)
-        how = {"PYTHONPATH": folder}
-        if name in new:
-            how = {"real": True, "PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-        done = Program(words, folder, **how).succeed()
-        # torch.profiler logs there that it starts and stops; such lines may mingle.
-        complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
-        threads = [file.read_text() for file in log.iterdir()]
-        return folder, done._replace(stderr=complaints), threads
-
-    return run
+    launch.plant(name, folder)
+    (words,) = commands(name)
+    real = name in trunk()
+    done = Program(words, folder, real, PYTHONPATH=folder).succeed()
+    # torch.profiler logs there that it starts and stops; such lines may mingle.
+    complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
+    return folder, done._replace(stderr=complaints)
 
 
-@pytest.fixture(scope="session")
-def killed(tmp_path_factory):
+@made_once
+def killed(folder, name):
     """`killed(name)`: (folder, Done, processes left) of a run like those of `runs`.
 
     In its third epoch, the last rank gets SIGKILL: it has saved 2 epochs. The scripts
     of the root run in new interpreters, because how they end is the claim.
     """
-
-    @functools.cache
-    def run(name):
-        folder = tmp_path_factory.mktemp("killed")
-        done = launch.launch(
-            name,
-            5,
-            2,
-            "--batch-size",
-            launch.batch_size(name, 64),
-            cwd=folder,
-            real=name in trunk(),
-            hooks=[kill_in_step_80, record_in_one_piece],
-            MARK=f"killed {name}",
-        )
-        return folder, done, left_over(f"killed {name}")
-
-    return run
+    done = launch.launch(
+        name,
+        5,
+        2,
+        "--batch-size",
+        launch.batch_size(name, 64),
+        cwd=folder,
+        real=name in trunk(),
+        hooks=[kill_in_step_80, record_in_one_piece],
+        MARK=f"killed {name}",
+    )
+    return folder, done, left_over(f"killed {name}")
 
 
-@pytest.fixture(scope="session")
-def probes(tmp_path_factory):
-    """`probes(name, nprocs)`: ([facts of each rank], Done).
+@made_once
+def probes(folder, name, nprocs=2, hooks=()):
+    """`probes(name, nprocs=2)`: ([facts of each rank], Done).
 
     Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
-    those of tests/hooks/probe.py. `hooks`: others to attach before it.
+    those of tests/hooks/probe.py. `hooks`: others to attach before it, in a tuple.
     """
-
-    @made_once
-    def run(name, nprocs, hooks):
-        folder = tmp_path_factory.mktemp("probe")
-        size = launch.batch_size(name, 66, nprocs)
-        hooks = [*hooks, probe]
-        done = launch.train(
-            name, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
-        )
-        return noted(folder, "probe", nprocs), done
-
-    return run
+    size = launch.batch_size(name, 66, nprocs)
+    hooks = [*hooks, probe]
+    done = launch.train(
+        name, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+    )
+    ranks = nprocs if name in launch.DISTRIBUTED else 1
+    return noted(folder, "probe", ranks), done
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from tests.conftest import needs_hosts
 from tests.helpers.checks import assert_same_weights
+from tests.helpers.needs import needs_hosts
 from tests.hooks.timing import slow_steps
 from tools.run.hosts import Hosts
 from tools.run.launch import plant

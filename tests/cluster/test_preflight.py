@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import needs_hosts
+from tests.helpers.needs import needs_hosts
 from tools.run.hosts import PATH, Hosts
 from tools.run.launch import plant
 from tools.run.processes import Program

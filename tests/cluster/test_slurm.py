@@ -7,16 +7,13 @@ import signal
 import pytest
 
 from tests.helpers.checks import assert_same_snapshot
+from tests.helpers.needs import needs_slurm
 from tests.hooks.faults import raise_error_in_step_80, wait_in_step_80
 from tools.run import slurm_cluster
 from tools.run.launch import plant
 from tools.run.processes import PATH
 
-reason = slurm_cluster.why_not()
-pytestmark = [
-    pytest.mark.waits,
-    pytest.mark.skipif(reason is not None, reason=f"no Slurm: {reason}"),
-]
+pytestmark = [pytest.mark.waits, needs_slurm]
 VARIANT = "variants/preemptible.py"
 # Instead of torchrun, where only what Slurm and the job script do matters.
 STAND_IN = (

@@ -6,8 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.conftest import OBSERVER
-from tests.helpers.checks import fence
+from tests.helpers.checks import fence, observed
 from tools.run.launch import plant, run_script, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
@@ -199,7 +198,5 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
 @pytest.mark.parametrize("script", [AFTER, SHARDED])
 def test_no_gloo_thread_outlives_it(script, tmp_path):
     log = tmp_path / "threads"
-    log.mkdir()
-    env = {"PYTHONPATH": OBSERVER, "THREADS_LOG": log}
-    train(script, 1, "--workers=2", cwd=tmp_path, real=True, **env)
+    train(script, 1, "--workers=2", cwd=tmp_path, real=True, **observed(log))
     assert [path.read_text() for path in log.iterdir()] == ["[]", "[]"]

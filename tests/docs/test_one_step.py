@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cluster.predict import Cluster, Job, buckets, judge, predict
-from tests.helpers.site_fixtures import check_barriers, check_picture
+from tests.helpers.site import check_barriers, check_picture
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits  # for a browser

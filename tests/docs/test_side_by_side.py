@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 
-from tests.helpers.site_fixtures import PAIR, check_barriers  # noqa: E402
+from tests.helpers.site import PAIR, check_barriers  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
 from tools.site.pages import explanations  # noqa: E402

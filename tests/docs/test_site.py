@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import pytest
 
-from tests.helpers.site_fixtures import PAIR, PHONE, WIDE, check_barriers
+from tests.helpers.site import PAIR, PHONE, WIDE, check_barriers
 from tools.site.pages import READING_ORDER
 
 pytestmark = pytest.mark.waits  # for a browser

@@ -6,7 +6,7 @@ from statistics import correlation
 import pytest
 from torch.utils._pytree import tree_map
 
-from tests.helpers.site_fixtures import check_barriers, check_picture
+from tests.helpers.site import check_barriers, check_picture
 from tools.site.slow_motion import RECORD, record
 
 pytestmark = pytest.mark.waits  # for a browser

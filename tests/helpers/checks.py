@@ -16,6 +16,17 @@ from tools.scripts import ROOT, calls
 STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
 
 
+def observed(log):
+    """Variables with which each rank of a program notes its threads of gloo at its end.
+
+    It must be `real`: forks show none. Without such threads, each writes "[]" to a file
+    of the folder `log`, which is made.
+    """
+    log.mkdir()
+    observer = ROOT / "tests" / "observer"
+    return {"PYTHONPATH": f"{observer}:{ROOT}", "THREADS_LOG": log}
+
+
 def hooks_to_compare(name):
     """With these hooks, its numbers are another script's: autocast leaves float64."""
     return (float64,) if "autocast" in calls(name) else ()

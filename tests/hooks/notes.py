@@ -19,6 +19,18 @@ def at_the_start(script, name, facts):
     replace(script["Trainer"], "train", train)
 
 
+def note_each(script, method, name, fact):
+    """NAME.RANK.json: what `fact(trainer, ...)` is before each call of a method."""
+    facts = []
+
+    def around(inner, *arguments):
+        facts.append(fact(*arguments))
+        write(name, facts)
+        return inner(*arguments)
+
+    replace(script["Trainer"], method, around)
+
+
 def note_device(script):
     """device.RANK.json: for which local rank it asked a device, of how many."""
     facts = {}

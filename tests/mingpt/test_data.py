@@ -9,7 +9,7 @@ import torch
 
 from mingpt import batches, data
 from mingpt.tokenizer import make_tokenizer
-from tests.mingpt.conftest import TRICKY
+from tests.helpers.gpt_runs import TRICKY
 
 
 def write(path, text):

@@ -4,10 +4,8 @@ import os
 
 import pytest
 
-from tests.conftest import OBSERVER
-from tests.helpers.checks import noted
-from tests.mingpt.conftest import SHARE_OF_TWO, check_runs, gpt, long_run
-from tools.scripts import ROOT
+from tests.helpers.checks import noted, observed
+from tests.helpers.gpt_runs import SHARE_OF_TWO, check_runs, gpt, long_run
 
 pytestmark = pytest.mark.waits
 
@@ -25,7 +23,6 @@ def test_trains_the_same_with_half_of_the_bytes(unsplit, tmp_path):
 def test_no_gloo_thread_outlives_main(tmp_path, options):
     """One that does may abort the exit."""
     log = tmp_path / "log"
-    log.mkdir()
-    env = {"PYTHONPATH": f"{OBSERVER}:{ROOT}", "THREADS_LOG": log}
-    gpt(tmp_path, f"--steps 2 {options}", nprocs=2, real=True, **env)
+    options = f"--steps 2 {options}"
+    gpt(tmp_path, options, nprocs=2, real=True, **observed(log))
     assert [file.read_text() for file in log.iterdir()] == ["[]", "[]"]

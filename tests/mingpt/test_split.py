@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.helpers.checks import noted
-from tests.mingpt.conftest import (
+from tests.helpers.gpt_runs import (
     SHARE_OF_TWO,
     at_step,
     check_resumes,

@@ -12,8 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.train import lr_scale
-from tests.hooks import replace
-from tests.mingpt.conftest import (
+from tests.helpers.gpt_runs import (
     at_step,
     check_resumes,
     check_runs,
@@ -25,6 +24,7 @@ from tests.mingpt.conftest import (
     snapshot,
     steps_run,
 )
+from tests.hooks import replace
 from tools.run.results import weights
 from tools.scripts import ROOT
 

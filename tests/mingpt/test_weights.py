@@ -9,7 +9,7 @@ from mingpt import loading, options
 from mingpt.model import GPT, GPTConfig
 from mingpt.tokenizer import read_tokenizer
 from tests.helpers.gpt_checks import tokens, with_large_weights
-from tests.mingpt.conftest import gpt, sample, snapshot
+from tests.helpers.gpt_runs import gpt, sample, snapshot
 from tools.files import edit
 
 reason = "mingpt/gpt2_weights.py needs it"

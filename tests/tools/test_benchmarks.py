@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import gpt, scaling
 from mingpt import data
 from mingpt.model import GPT, GPTConfig
-from tests.conftest import needs_hosts
 from tests.helpers.forked import in_a_fork
+from tests.helpers.needs import needs_hosts
 from tools.run.hosts import Hosts
 from tools.run.processes import Program
 from tools.scripts import ROOT

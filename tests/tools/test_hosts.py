@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import needs_hosts
+from tests.helpers.needs import needs_hosts
 from tools.run.processes import TIMEOUT_S, Program
 from tools.scripts import ROOT
 

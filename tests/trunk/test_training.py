@@ -1,6 +1,5 @@
 """Every script learns, trains the model of its parent, and resumes it bit for bit."""
 
-import functools
 import os
 import re
 import shutil
@@ -10,19 +9,20 @@ import types
 import pytest
 import torch
 
-from tests.conftest import IN_NEW_INTERPRETERS
 from tests.helpers.checks import (
     assert_same_losses,
     assert_same_snapshot,
     assert_same_weights,
     hooks_to_compare,
     noted,
+    observed,
     stack,
 )
-from tests.hooks import replace, write
+from tests.helpers.made_once import made_once
+from tests.hooks import replace
 from tests.hooks.accelerators import one_gpu
 from tests.hooks.models import batch_norm, double, float64, weighted_loss
-from tests.hooks.notes import note_lines
+from tests.hooks.notes import note_each, note_lines
 from tests.hooks.timing import quick_stores
 from tools.run.launch import (
     DISTRIBUTED,
@@ -44,18 +44,9 @@ MULTIGPU = "multigpu.py"
 MULTINODE = "multinode.py"
 
 
-def variants_wait(names, if_not_new=pytest.mark.waits):
-    """`names`, the variants among them for `--all`: runs of their own are dear.
-
-    if_not_new: the mark of those that --all runs in forks.
-    """
-    found = []
-    for name in names:
-        marks = pytest.mark.waits if "/" in name else ()
-        if name not in IN_NEW_INTERPRETERS:
-            marks = if_not_new
-        found.append(pytest.param(name, marks=marks))
-    return found
+def variants_wait(names, mark=pytest.mark.waits):
+    """`names`, the variants among them for `--all`: runs of their own are dear."""
+    return [pytest.param(name, marks=mark if "/" in name else ()) for name in names]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -69,7 +60,7 @@ def test_a_task_of_its_own_has_a_test_of_its_own(name):
 @pytest.mark.parametrize("name", variants_wait(OF_THE_TRUNKS_TASK))
 def test_learns(typed, name):
     """With the docstring's own command: to within 10 % of the noise floor."""
-    _, done, _ = typed(name)
+    _, done = typed(name)
     (printed,) = set(re.findall(r"\(noise floor (\S+)\)", done.stdout))
     noise_floor = float(printed)
     (train_loss, _), *_, (_, held_out_loss) = losses(done)
@@ -82,26 +73,23 @@ def test_learns(typed, name):
 @pytest.mark.parametrize("name", variants_wait(SCRIPTS))
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
-    _, done, _ = typed(name)
+    _, done = typed(name)
     complaints = done.stderr
     if name in UNDER_TORCHRUN:  # torchrun says that it sets OMP_NUM_THREADS
         complaints = re.sub("(?m)^W.*run.py.*\n", "", complaints)
     assert not complaints
 
 
-@pytest.mark.parametrize(
-    "name", variants_wait(DISTRIBUTED, if_not_new=pytest.mark.full)
-)
-def test_no_gloo_thread_outlives_main(typed, name):
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
+@pytest.mark.parametrize("name", variants_wait(DISTRIBUTED, mark=pytest.mark.full))
+def test_no_gloo_thread_outlives_main(name, tmp_path):
     """One that does may abort the process at exit, or hang it.
 
     Only a new interpreter shows it: in a fork, the line that prevents it is not missed.
-    So `--all` asks the scripts of IN_NEW_INTERPRETERS, and `--full` asks all.
     """
-    if not os.path.isdir("/proc/self/task"):
-        pytest.skip("threads are counted in /proc, which only Linux has")
-    _, _, threads = typed(name)
-    assert threads == ["[]", "[]"]
+    log = tmp_path / "log"
+    train(name, 1, 1, cwd=tmp_path, real=True, **observed(log))
+    assert [file.read_text() for file in log.iterdir()] == ["[]", "[]"]
 
 
 ERROR_WITH_TENSORS_IN_GLOOS_THREADS = """
@@ -250,13 +238,13 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
 
 
 def note_statistics(script):
-    """statistics.RANK.json: BatchNorm's means before the last evaluation."""
-
-    def evaluate(inner, self):
-        write("statistics", self.model[0].running_mean.tolist())
-        return inner(self)
-
-    replace(script["Trainer"], "_evaluate", evaluate)
+    """statistics.RANK.json: BatchNorm's means before each evaluation."""
+    note_each(
+        script,
+        "_evaluate",
+        "statistics",
+        lambda trainer: trainer.model[0].running_mean.tolist(),
+    )
 
 
 def count_seconds(script):
@@ -276,34 +264,21 @@ def count_seconds(script):
     script["time"] = types.SimpleNamespace(perf_counter=lambda: sum(seconds))
 
 
-@pytest.fixture(scope="module")
-def changed(tmp_path_factory):
+@made_once
+def changed(folder, name):
     """`changed(name)`: (folder, Done, hooks) of two epochs.
 
     It finds one GPU, and takes the CPU because it is told to.
     """
-
-    @functools.cache
-    def run(name):
-        folder = tmp_path_factory.mktemp("changed")
-        hooks = [batch_norm, weighted_loss, one_gpu, note_lines]
-        hooks += [note_statistics, count_seconds, *hooks_to_compare(name)]
-        changes = []
-        if name in OF_THE_TRUNKS_TASK:  # enough samples for some steps
-            changes = [("MyTrainDataset(2048)", "MyTrainDataset(256)")]
-        done = train(
-            name,
-            2,
-            1,
-            "--device",
-            "cpu",
-            cwd=folder,
-            changes=changes,
-            hooks=hooks,
-        )
-        return folder, done, hooks
-
-    return run
+    hooks = [batch_norm, weighted_loss, one_gpu, note_lines]
+    hooks += [note_statistics, count_seconds, *hooks_to_compare(name)]
+    changes = []
+    if name in OF_THE_TRUNKS_TASK:  # enough samples for some steps
+        changes = [("MyTrainDataset(2048)", "MyTrainDataset(256)")]
+    done = train(
+        name, 2, 1, "--device", "cpu", cwd=folder, changes=changes, hooks=hooks
+    )
+    return folder, done, hooks
 
 
 @pytest.mark.parametrize("name", variants_wait(SCRIPTS))
@@ -331,8 +306,8 @@ def test_what_is_evaluated_is_what_is_saved(changed, name):
     norm = torch.nn.BatchNorm1d(source.shape[1], dtype=source.dtype)
     model = torch.nn.Sequential(norm, model)
     model.load_state_dict(load(folder)["MODEL_STATE"])
-    first, *_ = noted(folder, "statistics", 2 if name in DISTRIBUTED else 1)
-    assert norm.running_mean.tolist() == pytest.approx(first), "rank 0's are saved"
+    (_, last), *_ = noted(folder, "statistics", 2 if name in DISTRIBUTED else 1)
+    assert norm.running_mean.tolist() == pytest.approx(last), "rank 0's are saved"
     model.eval()
     expected = loss_fn(model(source), targets).item()
     _, held_out_loss = losses(done)[-1]

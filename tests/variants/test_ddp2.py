@@ -27,7 +27,7 @@ def accuracies(done):
 @pytest.mark.waits
 def test_learns(typed):
     """The docstring's own command finds at least 92 % of the held-out points."""
-    folder, done, _ = typed(NAME)
+    folder, done = typed(NAME)
     assert accuracies(done)[-1] > 0.92
     state = load(folder)["MODEL_STATE"]
     assert state["log_scale"] > math.log(10) + 0.5, "the temperature has fallen"

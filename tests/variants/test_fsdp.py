@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import needs_hosts
 from tests.helpers.checks import (
     STANDIN,
     assert_same_losses,
@@ -19,6 +18,7 @@ from tests.helpers.checks import (
     fence,
     noted,
 )
+from tests.helpers.needs import needs_hosts
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.fsdp import limit_memory, note_held
@@ -39,7 +39,7 @@ LAYERS = """\
 @pytest.mark.waits
 def test_learns(typed):
     """With the docstring's own command: to near the noise floor, which is 0.01."""
-    _, done, _ = typed(NAME)
+    _, done = typed(NAME)
     _, held_out_loss = losses(done)[-1]
     assert held_out_loss < 0.013
 

@@ -4,7 +4,6 @@ That it trains as its parent does but for the precision is shown by the tests of
 scripts: they run it in float64, which autocast leaves alone.
 """
 
-import functools
 import math
 import re
 
@@ -21,6 +20,7 @@ from tests.helpers.checks import (
     noted,
 )
 from tests.helpers.forked import in_a_fork
+from tests.helpers.made_once import made_once
 from tests.hooks import replace, write
 from tests.hooks.accelerators import note_standin
 from tests.hooks.faults import raise_error_in_step_80
@@ -82,17 +82,11 @@ def spoil_a_step(script):
     replace(script["Trainer"], "_run_batch", run_batch)
 
 
-@pytest.fixture(scope="module")
-def spoiled(tmp_path_factory):
+@made_once
+def spoiled(folder, *options):
     """`spoiled(*options)`: (folder, Done) of five epochs with a spoiled step."""
-
-    @functools.cache
-    def run(*options):
-        folder = tmp_path_factory.mktemp("spoiled")
-        hooks = [note_precision, spoil_a_step]
-        return folder, launch(NAME, 5, 2, *options, cwd=folder, hooks=hooks)
-
-    return run
+    hooks = [note_precision, spoil_a_step]
+    return folder, launch(NAME, 5, 2, *options, cwd=folder, hooks=hooks)
 
 
 # The precision

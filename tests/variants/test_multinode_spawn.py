@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import pytest
 
-from tests.conftest import needs_hosts
 from tests.helpers.checks import assert_same_weights, help_of
+from tests.helpers.needs import needs_hosts
 from tests.helpers.own_disks import free_port
 from tests.hooks import replace
 from tests.hooks.notes import note_device, note_store

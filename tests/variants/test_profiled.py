@@ -1,6 +1,5 @@
 """The shares of a step: known ones are found, of each rank, and add up to the clock."""
 
-import functools
 import json
 import time
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checks import help_of, noted
+from tests.helpers.made_once import made_once
 from tests.hooks import replace, write
 from tests.hooks.timing import after
 from tools.run.launch import run_script, train
@@ -113,26 +113,12 @@ def passes_for_a_gpu(script):
     replace(script, "StepProfile", on_gpu)
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+@made_once
+def profiled(folder, *hooks):
     """`profiled(*hooks)`: (folder, Done) of six epochs of four steps on two ranks."""
-
-    @functools.cache
-    def run(*hooks):
-        folder = tmp_path_factory.mktemp("profiled")
-        done = train(
-            NAME,
-            6,
-            6,
-            "--trace",
-            "my",
-            cwd=folder,
-            changes=[FEW],
-            hooks=[known_steps, *hooks],
-        )
-        return folder, done
-
-    return run
+    hooks = [known_steps, *hooks]
+    done = train(NAME, 6, 6, "--trace", "my", cwd=folder, changes=[FEW], hooks=hooks)
+    return folder, done
 
 
 @pytest.mark.waits

@@ -1,7 +1,5 @@
 """real_job.py: a schedule that resumes, clipping, accuracy, random workers, a log."""
 
-import collections
-import functools
 import math
 import multiprocessing.forkserver
 import re
@@ -14,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checks import fence, import_script, noted, stack
+from tests.helpers.made_once import made_once
 from tests.hooks import replace, write
 from tests.hooks.faults import kill_in_step_80
+from tests.hooks.models import changes_objects
+from tests.hooks.notes import note_each
 from tools.run.launch import launch, objects_of, train
 from tools.run.processes import left_over
 from tools.run.results import load
@@ -40,7 +41,7 @@ def expected_rates(total_steps):
 @pytest.mark.waits
 def test_learns(typed):
     """The docstring's own command reads at least 93 % of the held-out digits."""
-    folder, done, _ = typed(NAME)
+    folder, done = typed(NAME)
     log = read_log(folder / "snapshot.pt.csv")
     assert log["accuracy"][-1] >= 0.93
     printed = re.findall(r"\| accuracy (\S+)", done.stdout)
@@ -58,85 +59,94 @@ def few_of(eval_set):
     return few
 
 
-def note_job(script):
-    """noted.RANK.json: what a rank did. It loads `few_of` the held-out samples.
+@changes_objects
+def few_and_large(train_set, eval_set, model, loss_fn):
+    """17 samples are held out, and the loss is a million times as large."""
+    loss_fn.register_forward_hook(lambda module, batch, loss: 1e6 * loss)
+    return train_set, few_of(eval_set), model, loss_fn
 
-    The loss is a million times as large, and each rank that writes the log does so in a
-    file of its own: snapshot.pt.csv.RANK.
 
-        rates, norms, clipped   of each step: the rate, the gradient's norm and what
-                                is left of it
-        images                  of each sample that it trained on: the sum of its pixels
-        untouched               of each step: nothing has drawn from the epoch's random
-                                numbers
-        workers                 after each epoch's training: {process: how it started}
-        exits, preload          their exit statuses, and what their server has imported
-    """
-    facts = collections.defaultdict(list)
-
-    def load_train_objs(inner):
-        train_set, eval_set, model, loss_fn = inner()
-        loss_fn.register_forward_hook(lambda module, batch, loss: 1e6 * loss)
-        return train_set, few_of(eval_set), model, loss_fn
+def own_logs(script):
+    """Each rank that writes the log does so in snapshot.pt.csv.RANK."""
 
     def write_log(inner, path, rows):
         inner(f"{path}.{dist.get_rank()}", rows)
 
+    replace(script, "write_log", write_log)
+
+
+def note_steps(script):
+    """Of each step: rate.RANK.json, the learning rate; images.RANK.json, the sum of
+    each image's pixels; untouched.RANK.json, whether nothing has drawn from the epoch's
+    random numbers.
+    """
+
+    def rate(trainer, *batch):
+        return trainer.optimizer.param_groups[0]["lr"]
+
+    def images(trainer, source, targets):
+        return source.double().sum(1).tolist()
+
+    def untouched(*batch):
+        seeded = torch.Generator().manual_seed(torch.initial_seed())
+        return torch.equal(torch.get_rng_state(), seeded.get_state())
+
+    for fact in rate, images, untouched:
+        note_each(script, "_run_batch", fact.__name__, fact)
+
+
+def note_clipping(script):
+    """norms.RANK.json: of each step, the gradient's norm and what is left of it."""
+    norms = []
+
     def clip(inner, parameters, most):
         weights = [*parameters]
         norm = inner(weights, most)
-        facts["norms"].append(norm.item())
-        facts["clipped"].append(inner(weights, math.inf).item())
+        left = inner(weights, math.inf)
+        norms.append([norm.item(), left.item()])
+        write("norms", norms)
         return norm
 
-    def run_batch(inner, self, source, targets):
-        seeded = torch.Generator().manual_seed(torch.initial_seed())
-        untouched = torch.equal(torch.get_rng_state(), seeded.get_state())
-        facts["untouched"].append(untouched)
-        facts["images"] += source.double().sum(1).tolist()
-        facts["rates"].append(self.optimizer.param_groups[0]["lr"])
-        return inner(self, source, targets)
+    replace(torch.nn.utils, "clip_grad_norm_", clip)
 
-    def run_epoch(inner, self, epoch):
-        loss = inner(self, epoch)
+
+def note_workers(script):
+    """workers.RANK.json: {process: how it started} after each epoch's training.
+
+    exits.RANK.json: their exit statuses, and what their server has imported.
+    """
+    started = []
+
+    def run_epoch(inner, *arguments):
+        loss = inner(*arguments)
         workers = torch.multiprocessing.active_children()
-        facts["workers"].append({each.pid: each._start_method for each in workers})
+        started.append({each.pid: each._start_method for each in workers})
         return loss
 
     def train(inner, self, *arguments):
         inner(self, *arguments)
         workers = torch.multiprocessing.active_children()
         self.train_data._iterator = self.eval_data._iterator = None  # they end
-        facts["exits"] = [worker.exitcode for worker in workers]
-        facts["preload"] = multiprocessing.forkserver._forkserver._preload_modules
-        write("noted", facts)
+        preload = multiprocessing.forkserver._forkserver._preload_modules
+        write("workers", started)
+        write("exits", [[worker.exitcode for worker in workers], preload])
 
-    replace(script, "load_train_objs", load_train_objs)
-    replace(script, "write_log", write_log)
-    replace(torch.nn.utils, "clip_grad_norm_", clip)
-    replace(script["Trainer"], "_run_batch", run_batch)
     replace(script["Trainer"], "_run_epoch", run_epoch)
     replace(script["Trainer"], "train", train)
 
 
-@pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory):
+@made_once
+def two_epochs(folder):
     """`two_epochs()`: (folder, Done)."""
-
-    @functools.cache
-    def run():
-        folder = tmp_path_factory.mktemp("noted")
-        return folder, train(NAME, 2, 2, cwd=folder, hooks=[note_job])
-
-    return run
+    hooks = [few_and_large, own_logs, note_steps, note_clipping, note_workers]
+    return folder, train(NAME, 2, 2, cwd=folder, hooks=hooks)
 
 
 def test_the_learning_rate_of_each_step(two_epochs):
     """It rises for a tenth of the steps and follows a cosine, the same on each rank."""
     folder, _ = two_epochs()
     expected = pytest.approx(expected_rates(2 * STEPS))
-    for rank in noted(folder):
-        assert rank["rates"] == expected
+    assert noted(folder, "rate") == [expected, expected]
 
 
 def test_accuracy_counts_each_sample_once(two_epochs):
@@ -154,24 +164,26 @@ def test_accuracy_counts_each_sample_once(two_epochs):
 def test_each_epoch_has_noise_of_its_own(two_epochs):
     """No two images that the ranks train on are equal, in two epochs."""
     folder, _ = two_epochs()
-    first, second = noted(folder)
-    images = first["images"] + second["images"]
+    images = []
+    for rank in noted(folder, "images"):
+        images += sum(rank, [])
     assert len(set(images)) == len(images) == 2 * STEPS * 64
 
 
 def test_two_workers_of_each_rank_live_on(two_epochs):
     """And two more load what is held out, from the first evaluation on."""
     folder, _ = two_epochs()
-    for rank in noted(folder):
-        first, second = rank["workers"]
+    for first, second in noted(folder, "workers"):
         assert len(first) == 2
         assert len(second) == 4
         assert first.keys() < second.keys()
         assert set(second.values()) == {"forkserver"}, "forked, they may hang"
-        assert rank["exits"] == [0] * 4, "one that does not end in 5 s is terminated"
-        assert rank["preload"] == ["torch"], "or each worker imports it"
-        # A new loader draws a seed for its workers, and one that lives on does not.
-        assert rank["untouched"] == [True] * 2 * STEPS, "random numbers are dropout's"
+    for exits, preload in noted(folder, "exits"):
+        assert exits == [0] * 4, "one that does not end in 5 s is terminated"
+        assert preload == ["torch"], "or each worker imports it"
+    # A new loader draws a seed for its workers, and one that lives on does not.
+    for untouched in noted(folder, "untouched"):
+        assert untouched == [True] * 2 * STEPS, "random numbers are dropout's"
 
 
 @pytest.mark.waits
@@ -208,9 +220,9 @@ def test_a_huge_gradient_is_clipped(two_epochs):
     """To a norm of 1, on each rank. The largest norm of each epoch is printed."""
     folder, done = two_epochs()
     printed = re.findall(r"\| gradient norm (\S+)", done.stdout)
-    for rank in noted(folder):
-        assert rank["clipped"] == pytest.approx([1] * 2 * STEPS, rel=1e-4)
-        norms = rank["norms"]
+    for rank in noted(folder, "norms"):
+        norms, left = zip(*rank, strict=True)
+        assert left == pytest.approx([1] * 2 * STEPS, rel=1e-4)
         largest = [max(norms[:STEPS]), max(norms[STEPS:])]
         assert printed == [f"{norm:.3f}" for norm in largest]
 
@@ -227,12 +239,11 @@ def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
     snapshot = load(path)
     del snapshot["LOG"]
     torch.save(snapshot, path)
-    train(NAME, 8, 2, "--batch-size", 16, cwd=folder, hooks=[note_job])
+    train(NAME, 8, 2, "--batch-size", 16, cwd=folder, hooks=[note_steps])
     steps = 1437 // 32
     expected = pytest.approx(expected_rates(8 * steps)[5 * steps :])
-    for rank in noted(folder):
-        assert rank["rates"] == expected
-    log = read_log(folder / "snapshot.pt.csv.0")
+    assert noted(folder, "rate") == [expected, expected]
+    log = read_log(folder / "snapshot.pt.csv")
     assert log["epoch"].tolist() == [6, 7, 8]
 
 

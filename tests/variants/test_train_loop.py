@@ -1,6 +1,5 @@
 """train_loop.py: every mode trains the model of the scripts, and hands it back."""
 
-import functools
 import os
 import signal
 from functools import partial
@@ -21,9 +20,10 @@ from tests.helpers.checks import (
     stack,
 )
 from tests.helpers.forked import in_a_fork
+from tests.helpers.made_once import made_once
+from tests.helpers.needs import needs_slurm
 from tests.helpers.own_disks import free_port
 from tests.hooks import replace
-from tools.run import slurm_cluster
 from tools.run.launch import train
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
@@ -75,16 +75,10 @@ def train_in(mode, folder):
     return Program(words, folder, PYTHONPATH=ROOT).succeed()
 
 
-@pytest.fixture(scope="module")
-def modes(tmp_path_factory):
+@made_once
+def modes(folder, mode):
     """`modes(mode)`: (folder, Done) of `train_in`."""
-
-    @functools.cache
-    def run(mode):
-        folder = tmp_path_factory.mktemp("mode")
-        return folder, train_in(mode, folder)
-
-    return run
+    return folder, train_in(mode, folder)
 
 
 DP = pytest.param("dp", marks=pytest.mark.waits)
@@ -179,11 +173,8 @@ def test_a_batch_script_has_started_no_ranks(monkeypatch):
     assert not train_loop.find_launcher()
 
 
-NO_SLURM = slurm_cluster.why_not()
-
-
 @pytest.mark.waits
-@pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm: {NO_SLURM}")
+@needs_slurm
 def test_a_real_srun_starts_the_ranks(modes, tmp_path):
     """Two on each of two nodes, which are hosts of their own."""
     slurm = "python -m tools.run.slurm_cluster 2 --"

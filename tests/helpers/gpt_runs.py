@@ -1,0 +1,167 @@
+"""Runs of mingpt.train on a small text, what they leave, and what may befall them."""
+
+import csv
+import dataclasses
+import gc
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.checks import assert_same_snapshot
+from tests.hooks import replace, write
+from tests.hooks.faults import in_step
+from tools.run.processes import Program
+from tools.run.results import load, weights
+from tools.scripts import ROOT
+
+TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
+TINY += " --compile off --precision fp32"
+# Two ranks train on 4 blocks in a step.
+SHARE_OF_TWO = "--batch-size 2 --accumulate 2"
+
+# All that a cut could go wrong at: CRLF, a BOM, tabs, blank lines, 1 to 4 bytes.
+TRICKY = (
+    "\ufeffFirst line, it's 12345 one_two\r\n\r\n\tBär  \n\n 中文字。\n\u3000\u3000"
+    "中文 字 x.\n/path\n    def f(x):\n        return 'a' \n🙂 \0 e\u0301\n"
+)
+
+
+def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
+    """Run mingpt.train on a small text, all of it ASCII: Done.
+
+    options: as typed, besides TINY's. Without `nprocs` python starts it, else torchrun.
+    status: how it must end. real, hooks, env: as of `launch`.
+    """
+    words = ["python"]
+    if nprocs:
+        words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
+    words += ["-m", "mingpt.train", "--data", ROOT / "LICENSE"]
+    words += f"{TINY} {options}".split()
+    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
+    if not real:
+        hooks = [compile_without_a_pool, *hooks]
+    done = Program(words, folder, real, hooks=hooks, **env).finish()
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def sample(folder, options, status=0):
+    """Run mingpt.sample: Done. options: as typed."""
+    words = f"python -m mingpt.sample {options}".split()
+    done = Program(words, folder, PYTHONPATH=ROOT).finish()
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def long_run(folder, options, hooks=(), **how):
+    """`gpt` for 8 steps in float64, whose gradients are clipped: see `note_at_end`."""
+    options = f"--steps 8 --eval-every 4 --clip 0.5 --block-size 18 {options}"
+    return gpt(folder, options, hooks=[float64, note_at_end, *hooks], **how)
+
+
+# What a run leaves
+
+
+def snapshot(folder):
+    return load(folder / "mingpt.pt")
+
+
+def steps_run(folder):
+    return snapshot(folder)["STEPS_RUN"]
+
+
+def metrics(folder, name="mingpt.metrics.csv"):
+    rows = csv.DictReader((folder / name).read_text().splitlines())
+    return [{name: float(value) for name, value in row.items()} for row in rows]
+
+
+def check_runs(one, other, *losses):
+    """Two runs in float64 end with the same weights, and have the same losses.
+
+    one, other: their folders. losses: the names of columns.
+    """
+    both = [weights(folder / "mingpt.pt") for folder in (one, other)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-12)
+    rows = [metrics(folder) for folder in (one, other)]
+    for row, other_row in zip(*rows, strict=True):
+        for name in losses:  # which are summed in float32
+            assert row[name] == pytest.approx(other_row[name], rel=1e-6)
+
+
+def check_resumes(folder, options, disturb, status, resumes_at, run=gpt, **how):
+    """A run that ends early goes on as one that did not: bit by bit. Returns its Done.
+
+    disturb: the hook that ends it. status: its exit status.
+    """
+    whole = folder / "whole"
+    stopped = folder / "stopped"
+    run(whole, options, **how)
+    run(stopped, options, status=status, hooks=[disturb], **how)
+    assert steps_run(stopped) == resumes_at
+    done = run(stopped, options, **how)
+    assert f"{resumes_at} of {steps_run(whole)} steps are finished in" in done.stdout
+    assert_same_snapshot(stopped / "mingpt.pt", whole / "mingpt.pt")
+    return done
+
+
+# Hooks
+
+
+def compile_without_a_pool(_):
+    """A pool of processes that compile does not survive a fork."""
+    torch._inductor.config.compile_threads = 1
+
+
+def at_step(number, befall, rank=0, ask_every=10):
+    """The hook that calls `befall(trainer)` before a step of this process, on a rank.
+
+    Its first step is number 1. Ranks ask each other for SIGTERM every `ask_every`.
+    """
+
+    def befall_one(trainer):
+        if dist.get_rank() == rank:
+            befall(trainer)
+
+    def hook(script):
+        script["Trainer"].ask_every = ask_every
+        in_step(script, number, befall_one)
+
+    return hook
+
+
+def get_sigterm(_):
+    signal.raise_signal(signal.SIGTERM)
+
+
+def float64(script):
+    """Sums in any order agree to the last digits. Each rank draws other weights."""
+
+    def load_train_objs(inner, configuration):
+        rank = int(os.environ.get("RANK", 0))
+        corpus, model = inner(dataclasses.replace(configuration, seed=rank))
+        return corpus, model.double()
+
+    replace(script, "load_train_objs", load_train_objs)
+
+
+def note_at_end(script):
+    """held.RANK.json: the bytes that a rank's tensors take after training.
+
+    seed.RANK.json: what the dropout of its last step was drawn from.
+    """
+
+    def train(inner, self):
+        inner(self)
+        held = {}
+        gc.collect()
+        for tensor in gc.get_objects():
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+        write("held", sum(held.values()))
+        write("seed", torch.initial_seed())
+
+    replace(script["Trainer"], "train", train)
