@@ -80,12 +80,18 @@ def definition(path, name):
     return "\n".join(map(ast.unparse, found))
 
 
-SCRIPTS = {}
-for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
-    found = re.search(r"Parent: (\S+)", docstring(path))
-    if found:
-        parent = None if found[1] == "none" else found[1]
-        SCRIPTS[str(path.relative_to(ROOT))] = parent
+def find_scripts():
+    """{name: its parent's name, or None}, for files whose docstring names a parent."""
+    parents = {}
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("variants/**/*.py")]):
+        found = re.search(r"Parent: (\S+)", docstring(path))
+        if found:
+            parent = None if found[1] == "none" else found[1]
+            parents[str(path.relative_to(ROOT))] = parent
+    return parents
+
+
+SCRIPTS = find_scripts()
 EDGES = [(parent, child) for child, parent in SCRIPTS.items() if parent]
 PARENTS = SCRIPTS | {"mingpt/modern.py": "mingpt/model.py"}
 ALL_EDGES = [(parent, child) for child, parent in PARENTS.items() if parent]

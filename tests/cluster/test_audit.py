@@ -1,6 +1,7 @@
 """cluster/audit.py on scripts with planted mistakes: each is found, and no other."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -41,11 +42,14 @@ HARMLESS = read_blocks("harmless.diff")
 UNLIKE = read_blocks("unlike.diff")
 
 
-def audited(folder, words, home=ROOT):
-    """(findings, what is fine, the last line) of a command, run in forks.
+class Report(NamedTuple):
+    findings: list
+    fine: list  # what the audit has found to be right
+    last: str  # the last line
 
-    home: where it finds its modules.
-    """
+
+def audited(folder, words, home=ROOT):
+    """The Report of a command, run in forks. home: where it finds its modules."""
     events = folder / "events"
     env = audit.environment(events)
     env["PYTHONPATH"] += f":{home}"
@@ -59,7 +63,7 @@ def audited(folder, words, home=ROOT):
     assert status == ("MISTAKE" in [each.level for each in findings])
     _, status = audit.verdict(run, findings, unchecked, strict=True)
     assert status == bool(findings)
-    return findings, fine, last
+    return Report(findings, fine, last)
 
 
 def audited_change(folder, said, changes):
@@ -77,20 +81,20 @@ def audited_training(folder, name):
     return audited(folder, [*TORCHRUN, ROOT / "tests/helpers/trainings.py", name])
 
 
-def check_found(mistake, code, name, findings, fine, _):
-    """One mistake is found, in a line with this code. What it spoils is not fine."""
-    assert [each.mistake for each in findings] == [mistake], findings
-    lines = [audit.code_at(line) for each in findings for line in each.lines]
-    assert code in "\n".join(lines)
-    assert not [line for line in fine if line.startswith(NOT_FINE.get(name, ()))]
+def check_found(report, mistake, code):
+    """One mistake is found, in a line with this code."""
+    assert [each.mistake for each in report.findings] == [mistake], report.findings
+    (finding,) = report.findings
+    assert code in "\n".join(map(audit.code_at, finding.lines))
 
 
-def check_passed(findings, fine, last, verdict="AUDIT PASSED"):
-    assert not findings, findings
-    assert len(fine) > 5
-    assert last.startswith(verdict)
+def check_passed(report, verdict="AUDIT PASSED"):
+    assert not report.findings, report.findings
+    assert len(report.fine) > 5
+    assert report.last.startswith(verdict)
 
 
+# What a mistake spoils is not fine: `test_planted` looks.
 # Ranks that do not step together have other weights; under FSDP, they hold other rows.
 NOT_FINE = {
     "each rank decides alone, in another epoch and with another learning rate": (
@@ -106,18 +110,20 @@ NOT_FINE = {
 def test_planted(tmp_path, name):
     said, changes = MISTAKES[name]
     said, mistake, code = said.split(" | ")
-    check_found(mistake, code, name, *audited_change(tmp_path, said, changes))
+    report = audited_change(tmp_path, said, changes)
+    check_found(report, mistake, code)
+    spoiled = NOT_FINE.get(name, ())
+    assert not [line for line in report.fine if line.startswith(spoiled)]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(tmp_path, name):
-    found = audited_training(tmp_path, name)
-    check_found(WRONG[name], "# MISTAKE", name, *found)
+    check_found(audited_training(tmp_path, name), WRONG[name], "# MISTAKE")
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_change(tmp_path, name):
-    check_passed(*audited_change(tmp_path, *HARMLESS[name]))
+    check_passed(audited_change(tmp_path, *HARMLESS[name]))
 
 
 # It may be right; but nothing was compared, and not because it was alone.
@@ -130,7 +136,7 @@ INCOMPLETE = {
 def test_right(tmp_path, name):
     """What could be taken for a mistake, and is none."""
     verdict = INCOMPLETE.get(name, "AUDIT PASSED")
-    check_passed(*audited_training(tmp_path, name), verdict)
+    check_passed(audited_training(tmp_path, name), verdict)
 
 
 GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
@@ -150,30 +156,27 @@ CLEAN = {name: command(name, 2, 1) for name in DISTRIBUTED} | {
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean(tmp_path, name):
     """What the repository's scripts do is no mistake."""
-    findings, fine, _ = audited(tmp_path, CLEAN[name])
-    assert not findings, findings
-    assert len(fine) > 7
-
-
-def run_audit(folder, *words, status, hooks=()):
-    """Done of `python audit.py WORDS`, which ends with this exit status.
-
-    It runs in new interpreters if it has no hooks.
-    """
-    words = ["python", ROOT / "cluster/audit.py", *words]
-    real = not hooks
-    done = Program(words, folder, real, hooks=hooks, PYTHONPATH=ROOT).finish()
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    check_passed(audited(tmp_path, CLEAN[name]))
 
 
 def use_forks(script):
-    """Its commands run in forks, which have imported torch already."""
+    """The audit's commands run in forks, which have imported torch already."""
 
     def start(command, events, **settings):
         Program(command, ".", **audit.environment(events, **settings)).finish()
 
     script["start"] = start
+
+
+IN_FORKS = {"real": False, "hooks": [use_forks]}
+
+
+def run_audit(folder, *words, status, real=True, hooks=()):
+    """Done of `python audit.py WORDS`, which ends with this exit status."""
+    words = ["python", ROOT / "cluster/audit.py", *words]
+    done = Program(words, folder, real, hooks=hooks, PYTHONPATH=ROOT).finish()
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -183,7 +186,7 @@ def test_like(tmp_path, name):
     status, _, text = said.partition(" | ")
     plant(BEFORE, tmp_path)
     plant(AFTER, tmp_path, *changes)
-    done = run_audit(tmp_path, LIKE, *TOGETHER, status=int(status), hooks=[use_forks])
+    done = run_audit(tmp_path, LIKE, *TOGETHER, status=int(status), **IN_FORKS)
     assert text in done.stdout + done.stderr
 
 
@@ -201,7 +204,7 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 def test_kill(tmp_path, launcher, script, changes, status, said):
     command = *launcher, plant(script, tmp_path, *changes), *SHORT
     options = "--kill=20", "--snapshot=stripes_snapshot.pt"
-    done = run_audit(tmp_path, *options, *command, status=status, hooks=[use_forks])
+    done = run_audit(tmp_path, *options, *command, status=status, **IN_FORKS)
     assert said in done.stdout
 
 

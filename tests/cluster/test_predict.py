@@ -29,7 +29,7 @@ BAD = [
 ]
 
 
-def run(words):
+def predict(words):
     return Program(["python", "cluster/predict.py", *words.split()], ROOT).finish()
 
 
@@ -38,7 +38,7 @@ def test_published_figures():
     rows = re.findall(r"(?m)^\| .* \| (.*) \| (.*) \| `(.*)` \|$", page)
     assert len(rows) == 13
     for figure, printed, words in rows:
-        percents = re.findall(r"([\d.]+)%", run(words).stdout)
+        percents = re.findall(r"([\d.]+)%", predict(words).stdout)
         value = float(percents[-1])
         if len(percents) > 1:  # of the efficiency in the first row
             value *= 100 / float(percents[0])
@@ -82,7 +82,7 @@ def test_steps_by_hand():
 def test_latency_limits_a_step():
     """That bandwidth does, the page shows."""
     slow = f"{JOB} --way ddp --nodes 64 --link 9Tbit --latency-us 9000"
-    assert run(slow).stdout.endswith(" latency\n")
+    assert predict(slow).stdout.endswith(" latency\n")
 
 
 def test_a_measured_job(tmp_path):
@@ -90,19 +90,19 @@ def test_a_measured_job(tmp_path):
     rank = {"step": 200, "exposed communication": 20, "backward": 120}
     file = tmp_path / "m.json"
     file.write_text(json.dumps({"ms": [rank] * 2, "parameters": 124e6}))
-    typed = run(f"{JOB} --link 1Gbit").stdout
+    typed = predict(f"{JOB} --link 1Gbit").stdout
     assert typed
-    assert run(f"--measure {file} --link 1Gbit").stdout == typed
+    assert predict(f"--measure {file} --link 1Gbit").stdout == typed
     # The file of a rank is for Perfetto.
     file = tmp_path / "m.0.json"
     file.write_text('{"traceEvents": []}')
-    told = run(f"--measure {file} --link 1Gbit").stderr
+    told = predict(f"--measure {file} --link 1Gbit").stderr
     assert "m.0.json: KeyError('ms'). Give TRACE.json of variants.profiled" in told
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(words):
-    done = run(words)
+    done = predict(words)
     assert done.returncode == 2
     assert not done.stdout
     assert re.fullmatch(r"predict.py: error:.*\n", done.stderr)

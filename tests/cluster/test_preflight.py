@@ -65,7 +65,7 @@ time.sleep(600)
 NAMES = "".join(f"10.77.0.{number + 1} node{number}\n" for number in range(5))
 
 
-def start(host, count, flags, script=ROOT / NAME, **env):
+def start_check(host, count, flags, script=ROOT / NAME, **env):
     """Type the command for `count` hosts on one of them."""
     names = ",".join(f"node{number}" for number in range(count))
     words = f"python {script} --hosts={names} --nnodes={count}"
@@ -130,9 +130,9 @@ def test_faults_of_a_host(tmp_path):
             ("ones @ ones", "ones @ ones + 1"),
             (sums, f"{sums}            mine[77] += dtype == ({of_one_type})\n"),
         )
-        job0 = start(node0, 2, "--cpu --max-restarts=1")
+        job0 = start_check(node0, 2, "--cpu --max-restarts=1")
         env = {"GLOO_SOCKET_IFNAME": "ib0", "PATH": f"{tmp_path}:{PATH}"}
-        job1 = start(node1, 2, "", script=wrong, **env)
+        job1 = start_check(node1, 2, "", script=wrong, **env)
         assert_match(found_by(job0, job1), FAULTS_OF_A_HOST)
         assert found_by(job1) == []
         assert "try   on node0: export GLOO_SOCKET_IFNAME=eth0" in job0.output
@@ -148,8 +148,8 @@ def test_a_slow_card(tmp_path):
         wait = "                time.sleep(0.7 * (me == 3))\n"
         slow = plant(NAME, tmp_path / "copy", (send, wait + send))
         flags = "--link-gbit=0.2 --cpu --nproc-per-node=2"
-        job0 = start(hosts[0], 2, flags)
-        job1 = start(hosts[1], 2, flags, script=slow)
+        job0 = start_check(hosts[0], 2, flags)
+        job1 = start_check(hosts[1], 2, flags, script=slow)
         link = r"slow link, rank 3 on node1 to rank 1 on node0: 0\.0\d Gbit/s; 0\.2 "
         assert_match(found_by(job0, job1), link)
         assert "on node1: ethtool eth0; iperf3 -c 10.77.0.1" in job0.output
@@ -176,7 +176,9 @@ def test_who_does_not_come_and_who_cannot_connect(tmp_path):
         plant_names(node2, NAMES.replace("10.77.0.1", "10.77.0.99"))
         node3.start(["python", "-c", LISTEN]).wait_for("ready")
         node5.unplug()
-        jobs = [start(host, 7, "--wait=15 --cpu") for host in (node0, node1, node2)]
+        jobs = [
+            start_check(host, 7, "--wait=15 --cpu") for host in (node0, node1, node2)
+        ]
         assert_match(found_by(*jobs), WHO_IS_MISSED)
         assert "nc -vz 10.77.0.2" in jobs[0].output
 
@@ -191,7 +193,7 @@ def test_names_and_clocks(tmp_path):
     with Hosts(5, tmp_path) as hosts:
         node0, node1, node2, node3, node4 = hosts
         # Before all others: nothing is started at the endpoint.
-        job = start(node1, 5, "--wait=1 --cpu")
+        job = start_check(node1, 5, "--wait=1 --cpu")
         nobody = "node1 cannot meet node0: node0:29500 .* is up, but nothing"
         assert_match(found_by(job), nobody)
         plant_names(node1, f"127.0.0.1 localhost node1\n{NAMES}")
@@ -201,9 +203,9 @@ def test_names_and_clocks(tmp_path):
         cure = "--local-addr=10.77.0.4 --rdzv-conf=is_host=false"
         now = '"time": time.time()'
         ahead = plant(NAME, tmp_path / "copy", (now, f"{now} + 100"))
-        jobs = [start(host, 5, "--cpu") for host in (node0, node1, node2)]
-        jobs.append(start(node3, 5, f"--cpu {cure}"))
-        jobs.append(start(node4, 5, "--cpu", script=ahead))
+        jobs = [start_check(host, 5, "--cpu") for host in (node0, node1, node2)]
+        jobs.append(start_check(node3, 5, f"--cpu {cure}"))
+        jobs.append(start_check(node4, 5, "--cpu", script=ahead))
         found = found_by(*jobs)
         wrong = "node4 cannot connect to node0, which is 10.77.0.1: on node4 the name "
         assert f"{wrong}node0 is 10.77.0.5, that of node4 itself" in found

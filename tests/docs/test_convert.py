@@ -21,7 +21,7 @@ SHARDED = "docs/shard_your_model/after_fsdp.py"
 SNAPSHOT = "stripes_snapshot.pt"
 
 
-def train(script, epochs, *options, cwd, **env):
+def train_page_script(script, epochs, *options, cwd, **env):
     """Done of a script on two processes. Workers would take most of the time."""
     words = ROOT / script, "--workers=0", "--epochs", epochs, *options
     return torchrun(*words, cwd=cwd, OMP_NUM_THREADS=1, **env)
@@ -44,12 +44,12 @@ def test_two_processes_save_what_one_saves(tmp_path):
     With dropout the processes draw other numbers than one does: what they have learnt
     is compared without, by the audit.
     """
-    done = train(AFTER, 5, cwd=tmp_path)
+    done = train_page_script(AFTER, 5, cwd=tmp_path)
     *_, accuracy = re.findall(r"accuracy (\S+)%", done.stdout)
     assert float(accuracy) > 80
     assert os.listdir(tmp_path) == [SNAPSHOT], "nothing else is left"
     one = run_script(ROOT / STEP1, "--workers=0", "--epochs=6", cwd=tmp_path)
-    two = train(AFTER, 7, cwd=tmp_path)
+    two = train_page_script(AFTER, 7, cwd=tmp_path)
     for done, epochs in (one, "5 of 6"), (two, "6 of 7"):
         assert f"resuming: {epochs} epochs are finished" in done.stdout, done.stderr
 
@@ -62,7 +62,7 @@ def test_the_sharded_script_trains_and_resumes_as_ddp_does(tmp_path):
     whole = plant(AFTER, tmp_path / "whole", others)
     parts = plant(SHARDED, tmp_path / "parts", others)
     for script, epochs in (whole, 2), (parts, 1), (parts, 2):
-        done = train(script, epochs, cwd=script.parent)
+        done = train_page_script(script, epochs, cwd=script.parent)
     assert "resuming: 1 of 2 epochs are finished" in done.stdout
     states = [load(path.with_name(SNAPSHOT))["MODEL_STATE"] for path in (whole, parts)]
     assert same_bits(*states)
@@ -109,7 +109,7 @@ def test_augmentation_by_the_number_of_a_sample(seeded, status, tmp_path):
     if not seeded:
         augmented = re.sub(".*manual_seed.*\n", "", augmented)
     train_set = "    train_set, test_set = random_split(make_data(1250), [1000, 250])\n"
-    train = "        train(args"
+    train = "        train_page_script(args"
     for script in BEFORE, AFTER:
         plant(
             script,
@@ -186,7 +186,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
     at_once = tmp_path / "at once"
     resumed = tmp_path / "resumed"
     for cwd, epochs in (resumed, 1), (resumed, 9), (at_once, 9):
-        done = train(script, epochs, cwd=cwd, PYTHONPATH=ROOT)
+        done = train_page_script(script, epochs, cwd=cwd, PYTHONPATH=ROOT)
     assert load(at_once / SNAPSHOT)["EPOCHS_RUN"] == 2
     assert same_bits(load(at_once / SNAPSHOT), load(resumed / SNAPSHOT))
     drawn = re.findall(r"drawn (\S+)", done.stdout)
@@ -198,5 +198,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
 @pytest.mark.parametrize("script", [AFTER, SHARDED])
 def test_no_gloo_thread_outlives_it(script, tmp_path):
     log = tmp_path / "threads"
-    train(script, 1, "--workers=2", cwd=tmp_path, real=True, **observed(log))
+    train_page_script(
+        script, 1, "--workers=2", cwd=tmp_path, real=True, **observed(log)
+    )
     assert [path.read_text() for path in log.iterdir()] == ["[]", "[]"]

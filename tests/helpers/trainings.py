@@ -260,21 +260,6 @@ def one_rank_steps_for_all():
 
 
 @right
-def an_optimizer_that_begins_later():
-    model = model_of()
-    first = adam(model.first)
-    second = adam(nn.ModuleList([model.norm, model.last]))
-    steps = itertools.count()
-
-    def after():
-        if next(steps) > 4:
-            second.step()
-            second.zero_grad()
-
-    train(DDP(model), first, after=after)
-
-
-@right
 def uneven_inputs():
     ddp_model = DDP(model_of())
     own = range(100) if dist.get_rank() else range(100, 160)

@@ -8,7 +8,9 @@ float64, where rounding hides nothing.
 
 import random
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -296,6 +298,9 @@ LOSSES = {
 
 # Optimizers
 
+OF_PYTORCH = ["SGD", "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW"]
+OF_PYTORCH += ["Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
 
 def momentum(parameters):
     return optim.SGD(parameters, 0.05, momentum=0.9)
@@ -317,26 +322,28 @@ OPTIMIZERS = {
     "tensor as rate": lambda parameters: optim.Adam(parameters, torch.tensor(0.01)),
     "groups": groups,
     "some parameters": lambda parameters: optim.SGD(parameters[:1], 0.01),
-    "float32 momentum": Float32Momentum,
+    **{name: partial(getattr(optim, name), lr=0.01) for name in OF_PYTORCH},
 }
-for name, kind in vars(optim).items():
-    if isinstance(kind, type) and optim.Optimizer in kind.__mro__[1:]:
-        OPTIMIZERS[name] = partial(kind, lr=0.01)
 
 
-# {case: what makes its model, its optimizer and its loss}
-CASES = {}
-for name, model in MODELS.items():
-    CASES[name] = model, momentum, nn.MSELoss
-for name, (model, loss) in LOSSES.items():
-    CASES[name] = model, momentum, loss
-OF_OTHER_MODELS = ["SparseAdam", "float32 momentum"]
-# Now, before the optimizers: all cases but "MLP" have other layers or another loss.
-NOT_MLP = [name for name in [*CASES, *OF_OTHER_MODELS] if name != "MLP"]
-for name, optimizer in OPTIMIZERS.items():
-    CASES[name] = mlp, optimizer, nn.MSELoss
-CASES["SparseAdam"] = sparse, OPTIMIZERS["SparseAdam"], nn.MSELoss
-CASES["float32 momentum"] = MODELS["bfloat16"], Float32Momentum, nn.MSELoss
+class Case(NamedTuple):
+    """What makes its model, its optimizer and its loss."""
+
+    model: Callable = mlp
+    optimizer: Callable = momentum
+    loss: Callable = nn.MSELoss
+
+
+CASES = {
+    **{name: Case(model) for name, model in MODELS.items()},
+    **{name: Case(model, loss=loss) for name, (model, loss) in LOSSES.items()},
+    **{name: Case(optimizer=make) for name, make in OPTIMIZERS.items()},
+    "SparseAdam": Case(sparse, partial(optim.SparseAdam, lr=0.01)),
+    "float32 momentum": Case(MODELS["bfloat16"], Float32Momentum),
+}
+# tensor_parallel.py's PLAN names the layers of an MLP
+MLP = mlp, nn.MSELoss
+NOT_MLP = [name for name, case in CASES.items() if (case.model, case.loss) != MLP]
 
 
 class Data(list):
@@ -403,7 +410,7 @@ if __name__ == "__main__":
     left_out = [
         (f"variants/{name}.py", "unused on one rank") for name in HANG_IF_UNUSED
     ]
-    for case in NOT_MLP:  # tensor_parallel.py's PLAN names the layers of an MLP
+    for case in NOT_MLP:
         left_out.append(("variants/tensor_parallel.py", case))
     cases.run_cases(
         makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"]

@@ -1,7 +1,7 @@
 """What each rank did, in probe.RANK.json in the folder that it runs in.
 
     threads                      of this process
-    timeout_s                    of the process group's collectives
+    timeout_s                    of the process group's collectives, as asked for
     replica, replicas            which, of how many: ranks that share a batch are one
     orders, random               of each epoch: the samples it took, and a random number
     evaluated, weights           of the last epoch: samples, and weights at its end
@@ -24,39 +24,38 @@ def probe(script):
     facts = {"writes": 0, "orders": [], "random": []}
     data = []
 
-    class Trainer(script["Trainer"]):
-        def train(self, *arguments):
-            facts["threads"] = torch.get_num_threads()
-            sampler = self.train_data.sampler
-            facts["replica"] = getattr(sampler, "rank", 0)
-            facts["replicas"] = getattr(sampler, "num_replicas", 1)
-            facts["timeout_s"] = None
-            if dist.is_initialized():
-                backend = dist.group.WORLD._get_backend(self.device)
-                facts["timeout_s"] = backend.options._timeout.total_seconds()
-            super().train(*arguments)
-            write("probe", facts)
+    def train(inner, self, *arguments):
+        facts["threads"] = torch.get_num_threads()
+        sampler = self.train_data.sampler
+        facts["replica"] = getattr(sampler, "rank", 0)
+        facts["replicas"] = getattr(sampler, "num_replicas", 1)
+        inner(self, *arguments)
+        write("probe", facts)
 
-        def _run_epoch(self, epoch):
-            train_set, _ = data
-            train_set.seen.clear()
-            result = super()._run_epoch(epoch)
-            facts["orders"].append(list(train_set.seen))
-            facts["random"].append(torch.rand(1).item())
-            weights = []
-            for weight in self.model.parameters():
-                if hasattr(weight, "full_tensor"):  # this rank has a part of it
-                    weight = weight.full_tensor()
-                weights += weight.flatten().tolist()
-            facts["weights"] = weights
-            return result
+    def run_epoch(inner, self, epoch):
+        train_set, _ = data
+        train_set.seen.clear()
+        result = inner(self, epoch)
+        facts["orders"].append(list(train_set.seen))
+        facts["random"].append(torch.rand(1).item())
+        weights = []
+        for weight in self.model.parameters():
+            if hasattr(weight, "full_tensor"):  # this rank has a part of it
+                weight = weight.full_tensor()
+            weights += weight.flatten().tolist()
+        facts["weights"] = weights
+        return result
 
-        def _evaluate(self):
-            _, eval_set = data
-            eval_set.seen.clear()
-            result = super()._evaluate()
-            facts["evaluated"] = list(eval_set.seen)
-            return result
+    def evaluate(inner, self):
+        _, eval_set = data
+        eval_set.seen.clear()
+        result = inner(self)
+        facts["evaluated"] = list(eval_set.seen)
+        return result
+
+    def init_process_group(inner, *arguments, timeout, **options):
+        facts["timeout_s"] = timeout.total_seconds()
+        inner(*arguments, timeout=timeout, **options)
 
     def load_train_objs(inner):
         train_set, eval_set, *rest = inner()
@@ -74,7 +73,10 @@ def probe(script):
         facts["writes"] += 1
         return inner(*arguments, **options)
 
-    script["Trainer"] = Trainer
+    replace(script["Trainer"], "train", train)
+    replace(script["Trainer"], "_run_epoch", run_epoch)
+    replace(script["Trainer"], "_evaluate", evaluate)
+    replace(dist, "init_process_group", init_process_group)
     replace(script, "load_train_objs", load_train_objs)
     replace(script, "prepare_dataloader", prepare_dataloader)
     replace(script["utils"], "save_atomically", note_write)

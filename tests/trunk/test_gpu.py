@@ -68,7 +68,7 @@ def assert_near(found, expected, rtol=1e-3):
     print(f"losses within {apart:.0e} of the CPU's")
 
 
-def run(*words, cwd, nprocs=None, status=0, **env):
+def run_on_gpu(*words, cwd, nprocs=None, status=0, **env):
     """Done of `python WORDS`, or of torchrun: on the GPU, unless `env` is another."""
     start = ["python"]
     if nprocs:
@@ -139,7 +139,7 @@ def printed(done):
 
 def gpt(*options, cwd, script=("-m", "mingpt.train"), **how):
     steps = ["--steps", 20, "--eval-every", 10]
-    return run(*script, *TEXT, *steps, *options, cwd=cwd, **how)
+    return run_on_gpu(*script, *TEXT, *steps, *options, cwd=cwd, **how)
 
 
 FP32 = ["--precision", "fp32", "--compile", "off"]
@@ -153,7 +153,7 @@ def test_mingpt_trains_as_on_the_cpu(tmp_path):
         assert f"1 x {KIND}, " in done.stdout
         assert_near(printed(done), on_the_cpu, rtol=1e-2)
         words = "-m mingpt.sample --tokens 20 --prompt The"
-        text = run(*words.split(), cwd=folder).stdout
+        text = run_on_gpu(*words.split(), cwd=folder).stdout
         assert text.startswith("The")
         assert len(text) > 20
 
@@ -193,7 +193,7 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
     )
 
     def converted(folder, *options):
-        done = run(script, "--epochs", 2, *options, cwd=folder, nprocs=1)
+        done = run_on_gpu(script, "--epochs", 2, *options, cwd=folder, nprocs=1)
         found = re.findall(r"^test loss (\S+),", done.stdout, re.M)
         return [float(loss) for loss in found]
 
@@ -204,7 +204,7 @@ def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
 
 def test_preflight(tmp_path):
     script = ROOT / "cluster/preflight.py"
-    done = run(script, "--standalone", "--nproc-per-node=1", cwd=tmp_path)
+    done = run_on_gpu(script, "--standalone", "--nproc-per-node=1", cwd=tmp_path)
     print(done.stdout)
     assert "this cluster can train" in done.stdout
 

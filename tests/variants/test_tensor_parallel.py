@@ -53,20 +53,45 @@ def test_any_split_continues_any_other(tmp_path, model):
     clip = "        clip_grad_norm_(self.model, 1.0)\n"
     trainer = "class Trainer:\n"
     clipping = (trainer, inspect.getsource(clip_grad_norm_) + trainer)
-    mine = {"changes": [(step, clip + step), clipping, SEED, (LAYERS, model)]}
-    clip = "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)\n"
-    parents = {"changes": [(step, clip + step), (MODEL, model), RATE], "nprocs": 1}
-    how = {"cwd": tmp_path, "hooks": [float64]}  # in which rounding hides nothing
-    pieces = []
-    for epochs, (ranks, split) in enumerate([(4, 2), (4, 4), (2, 1)], start=1):
+    changes = [(step, clip + step), clipping, SEED, (LAYERS, model)]
+    parents_clip = (
+        "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)\n"
+    )
+    parents_changes = [(step, parents_clip + step), (MODEL, model), RATE]
+
+    def train_split(epochs, ranks, split):
         options = "--batch-size", 64 * split // ranks, "--split", split
-        done = train(NAME, epochs, 1, *options, nprocs=ranks, **mine, **how)
-        pieces += losses(done)
-    options = "--batch-size", 64
-    pieces += losses(train(PARENT, 4, 1, *options, **parents, **how))
-    options = *options, "--snapshot-path", "whole.pt"
-    whole = train(PARENT, 4, 4, *options, **parents, **how)
-    assert_same_losses(pieces, losses(whole))
+        return train(
+            NAME,
+            epochs,
+            1,
+            *options,
+            cwd=tmp_path,
+            nprocs=ranks,
+            changes=changes,
+            hooks=[float64],  # in which rounding hides nothing
+        )
+
+    def train_parent(path):
+        return train(
+            PARENT,
+            4,
+            1,
+            "--batch-size",
+            64,
+            "--snapshot-path",
+            path,
+            cwd=tmp_path,
+            nprocs=1,
+            changes=parents_changes,
+            hooks=[float64],
+        )
+
+    pieces = losses(train_split(epochs=1, ranks=4, split=2))
+    pieces += losses(train_split(epochs=2, ranks=4, split=4))
+    pieces += losses(train_split(epochs=3, ranks=2, split=1))
+    pieces += losses(train_parent("snapshot.pt"))
+    assert_same_losses(pieces, losses(train_parent("whole.pt")))
     found = load(tmp_path)
     expected = load(tmp_path / "whole.pt")
     for snapshot in (found, expected):

@@ -55,7 +55,7 @@ def make_loop(script=HERE, model=None, batch_size=32, **options):
     return script["TrainLoop"](model, **arguments)
 
 
-def start(main, cwd, words=PYTHON, **env):
+def start_loop(main, cwd, words=PYTHON, **env):
     """Start train_loop.py with `main(script)` in place of its own: Program."""
 
     def call_main(script):
@@ -139,7 +139,7 @@ def test_the_trained_model_comes_back(tmp_path):
         assert Path(path).exists()
         assert counts.state["steps"] == 2 * 32, "of the second call"
 
-    start(main, tmp_path).succeed()
+    start_loop(main, tmp_path).succeed()
 
 
 @pytest.mark.waits
@@ -156,7 +156,7 @@ def test_the_weights_are_those_of_the_variant(runs, tmp_path, name, option):
     def main(script):
         make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT, **option).fit(5)
 
-    start(main, tmp_path).succeed()
+    start_loop(main, tmp_path).succeed()
     folder, _ = runs(name)
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
@@ -205,7 +205,7 @@ def train_on_two_machines(folder, num_gpus, epochs):
         torch.save(model.state_dict(), f"model{node_rank}.pt")
 
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    machines = [start(partial(train_on, rank), folder, **where) for rank in (0, 1)]
+    machines = [start_loop(partial(train_on, rank), folder, **where) for rank in (0, 1)]
     for machine in machines:
         machine.succeed()
     model = load(folder / "model0.pt")
@@ -369,7 +369,7 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         total = (expected - targets).sum().item()
         assert loop.history[-1]["sum"] == pytest.approx(total, abs=1e-4)
 
-    start(main, tmp_path, TORCHRUN).succeed()
+    start_loop(main, tmp_path, TORCHRUN).succeed()
     folder, _ = modes("ddp")
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 
@@ -387,12 +387,12 @@ def stops_early(script):
 @pytest.mark.waits
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(tmp_path):
     """It runs on rank 0: if the others went on, they would wait for it forever."""
-    done = start(stops_early, tmp_path).succeed()
+    done = start_loop(stops_early, tmp_path).succeed()
     assert len(losses(done)) == 4
     assert "Warning" not in done.stderr
     assert "epoch 4 saved to snapshot.pt" in done.stdout
     before = (tmp_path / SNAPSHOT).read_bytes()
-    done = start(stops_early, tmp_path).succeed()
+    done = start_loop(stops_early, tmp_path).succeed()
     assert not losses(done)
     assert "a callback has ended the training" in done.stdout
     assert (tmp_path / SNAPSHOT).read_bytes() == before
@@ -411,7 +411,7 @@ def test_lost_weights_end_the_training_and_are_not_saved(tmp_path):
         loop = make_loop(script, gpu_mode="ddp", snapshot_path=SNAPSHOT)
         loop.fit(20, callbacks=[script["BestCheckpoints"](2)])
 
-    done = start(main, tmp_path).finish()
+    done = start_loop(main, tmp_path).finish()
     assert done.returncode == 2
     assert "error: the loss is nan, not saved to" in done.stderr
     assert done.stderr.count("\n") == 1

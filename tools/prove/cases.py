@@ -148,9 +148,8 @@ def run(name, ranks, replaced, path):
     options += ["--snapshot-path", path]
     words = launch.command(script, 2, 1, *options, nprocs=ranks.world)
     sys.argv = [str(script), *words[words.index("2") :]]
-    warm.to_call[:] = [change]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        warm.execute(script, "__main__")
+        warm.execute(script, "__main__", [change])
     return ended[0], losses(Done(0, printed.getvalue(), ""))
 
 
@@ -195,46 +194,18 @@ def is_close(one, other):
     return True
 
 
-def numbers_of(state):
-    """All numbers of a model's state but integers, in one tensor."""
-    tensors = filter(torch.is_tensor, tree_leaves(state))
-    return torch.cat(
-        [
-            tensor.flatten().to(torch.complex128)
-            for tensor in tensors
-            if tensor.is_floating_point() or tensor.is_complex()
-        ]
-    )
-
-
-def distance(one, other):
-    """How far the numbers of two models' states are apart, as a share of their norm."""
-    others = numbers_of(other)
-    return (numbers_of(one) - others).norm() / others.norm()
-
-
 def losses_agree(printed, others, state):
-    """(whether two lists of printed losses do, the largest share by which they differ).
-
-    state: of the model; bfloat16 rounds its losses, too.
-    """
+    """Whether two lists of printed losses do. state: of the model; bfloat16 rounds."""
     rounding = 5e-3 if any(map(is_bfloat16, tree_leaves(state))) else 1e-5
     shares = [abs(loss / other - 1) for loss, other in leaves_of(printed, others)]
-    apart = max(shares)
-    return apart < rounding, apart
+    return max(shares) < rounding
 
 
-def compare(mine, its):
-    """A script with its parent, in words: (a model's state, the losses) of each.
-
-    What differs does so by two shares: of the weights' norm, and of a loss.
-    """
+def agree(mine, its):
+    """Whether a script and its parent do: (a model's state, the losses) of each."""
     state, printed = mine
     its_state, its_printed = its
-    agree, apart = losses_agree(printed, its_printed, state)
-    if agree and is_close(state, its_state):
-        return "equal"
-    return f"differs by {distance(state, its_state):.2g} and {apart:.2g}"
+    return losses_agree(printed, its_printed, state) and is_close(state, its_state)
 
 
 def outcome(name, ranks, replaced, path, others):
@@ -258,12 +229,22 @@ def outcome(name, ranks, replaced, path, others):
     same = is_close if ranks.world > 2 else same_bits
     if not all(ranks.exchange(same(resumed, mine))):
         return "resumed, it differs", None
-    if printed and not losses_agree(printed_later, printed[1:], mine)[0]:
+    if printed and not losses_agree(printed_later, printed[1:], mine):
         return "resumed, its losses differ", None
     ended = (mine[0], printed)
-    if others and printed:
-        return compare(ended, others), ended
+    if others and printed and not agree(ended, others):
+        return "differs", ended
     return "equal", ended
+
+
+def enter(ranks, name):
+    """Begin as the ranks that train the script of this name."""
+    os.environ["RANK"] = str(ranks.rank)
+    os.environ["WORLD_SIZE"] = str(ranks.world)
+    if name in launch.DISTRIBUTED:
+        ranks.meet()
+    else:
+        leave()
 
 
 def run_cases(makers, names, replaced, left_out, alone_first):
@@ -281,32 +262,33 @@ def run_cases(makers, names, replaced, left_out, alone_first):
     together = Ranks(store, rank, world)
     prepare(rank)
     found = {}
-    trained = {}
+    trained = {}  # {(script, case): its last state and losses}
+
+    def train_all(name, ranks, folder, parents):
+        """parents: the scripts to compare with, the nearest first."""
+        enter(ranks, name)
+        os.makedirs(folder, exist_ok=True)
+        found[name] = {}
+        for case, functions in makers.items():
+            if (name, case) in left_out:
+                continue
+            ended = [trained.get((parent, case)) for parent in parents]
+            others = next(filter(None, ended), None)
+            objects = {**functions, **replaced.get(name, {})}
+            path = os.path.abspath(f"{folder}/{case}.pt")
+            how, trained[name, case] = outcome(name, ranks, objects, path, others)
+            found[name][case] = how
+
     for name in names:
-        is_distributed = name in launch.DISTRIBUTED
-        last = together if is_distributed else alone
-        for ranks in [alone, last] if name in alone_first else [last]:
-            found[name] = {}
-            os.environ["RANK"] = str(ranks.rank)
-            os.environ["WORLD_SIZE"] = str(ranks.world)
-            if is_distributed:
-                ranks.meet()
-            else:
-                leave()
-            for case, functions in makers.items():
-                if (name, case) in left_out:
-                    continue
-                others = None  # of the nearest ancestor, or its own when it was alone
-                if ranks is last:
-                    for ancestor in ancestry(name):
-                        others = trained.get((ancestor, case)) or others
-                objects = {**functions, **replaced.get(name, {})}
-                path = os.path.abspath(f"{ranks.world} {name} {case}".replace("/", " "))
-                if ranks is alone:
-                    path += f" {rank}"
-                how, ended = outcome(name, ranks, objects, path, others)
-                found[name][case] = how
-                trained[name, case] = ended
+        stem = name.replace("/", " ")
+        parents = ancestry(name)[-2::-1]
+        if name in alone_first:
+            train_all(name, alone, f"{stem} alone {rank}", [])
+            parents = [name, *parents]
+        if name in launch.DISTRIBUTED:
+            train_all(name, together, f"{stem} together", parents)
+        else:
+            train_all(name, alone, f"{stem} {rank}", parents)
     if rank == 0:
         with open("outcomes.json", "w") as file:
             json.dump(found, file)

@@ -19,30 +19,41 @@ from tools.prove.inputs import PLACE, all_named, digest_of_files
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
 
-# What all waiting tests depend on: utils.py and its settings, tools/ and tools/run but
-# what only measures, and of tests/ all but tests, helpers and prose.
-SHARED = r"utils\.py|pyproject\.toml|tools/(run/)?(?!size\.)\w+\.py"
-SHARED += r"|tests/(?!helpers/|(.*/)?test_|.*md$).*"
-# Files of tests, in which a list of scripts may stand
-TESTS = r"(tests|benchmarks)/.*(?<!conftest)\.py"
 LISTS = r"(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}, of those that have not failed
+
+
+def is_shared(name):
+    """Whether all waiting tests depend on a file."""
+    folder, _, file = name.rpartition("/")
+    if folder in ("tools", "tools/run"):
+        return file.endswith(".py") and file != "size.py"  # which only measures
+    if folder.startswith("tests"):  # but tests, what some of them use, and prose
+        is_test = file.startswith("test_") or folder == "tests/helpers"
+        return not is_test and not file.endswith(".md")
+    return name in ("utils.py", "pyproject.toml")
+
+
+def may_list_scripts(name):
+    """Whether a file of tests, or of benchmarks, may hold a list of scripts."""
+    is_ours = name.startswith(("tests/", "benchmarks/"))
+    return is_ours and name.endswith(".py") and not name.endswith("conftest.py")
 
 
 @functools.cache
 def depends_on(file, about):
     """A hash of all that a test of `file` about some scripts depends on."""
     files = all_named([file])
-    tests = [name for name in files if re.fullmatch(TESTS, name)]
-    code = "\n".join((ROOT / name).read_text() for name in tests)
+    lists = filter(may_list_scripts, files)
+    code = "\n".join((ROOT / name).read_text() for name in lists)
     if "copy_tree" in code:
         files.update(name for name in file_names() if not name.endswith(".md"))
     if about:
         files.update(*map(ancestry, about))
     elif re.search(LISTS, code):
         files.update(SCRIPTS)
-    shared = [name for name in file_names() if re.fullmatch(SHARED, name)]
+    shared = filter(is_shared, file_names())
     return digest_of_files(files.union(shared, trunk()))
 
 

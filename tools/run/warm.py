@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from tools.scripts import ROOT, calls
 
 ENTRY = 'if __name__ == "__main__":'
-to_call = []  # the hooks of this fork's script
 FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
@@ -40,15 +39,16 @@ torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 OF_A_COPY = ("utils", "hooks", "variants", "mingpt", "tools", "tests", "benchmarks")
 
 
-def become(words):
+def become(words, hooks=()):
     """Go on as the program that `words` would start, to its end; for a forked process.
 
     words: `python SCRIPT ...`, `python -m MODULE ...` or `torchrun ...`, as typed.
+    hooks: functions that each process calls with the script's globals.
     """
     torch.set_num_threads(1)  # makes this fork's pool; two threads at once would abort
     program, *arguments = words
     if program == "torchrun":
-        _torchrun(arguments)
+        _torchrun(arguments, hooks)
         return
     is_module = arguments[0] == "-m"
     script, *arguments = arguments[is_module:]
@@ -58,13 +58,13 @@ def become(words):
     # with several threads before.
     if "spawn" not in calls(os.path.abspath(path)):
         use_fresh_threads()
-    torch.multiprocessing.spawn = _spawn
-    run_main(script, arguments, is_module)
+    torch.multiprocessing.spawn = functools.partial(_spawn, hooks)
+    run_main(script, arguments, is_module, hooks)
 
 
-def _spawn(fn, args=(), nprocs=1, join=True, daemon=False):
+def _spawn(hooks, fn, args=(), nprocs=1, join=True, daemon=False):
     """`torch.multiprocessing.spawn`, whose processes are forks."""
-    rank = functools.partial(_spawned, fn)
+    rank = functools.partial(_spawned, hooks, fn)
     return _start_forks(rank, args, nprocs, join, daemon)
 
 
@@ -95,14 +95,14 @@ def _start_forks(
     return context
 
 
-def _spawned(fn, *args):
+def _spawned(hooks, fn, *args):
     """`fn` of the script as a spawned process imports it, or of another module."""
     use_fresh_threads()
-    script = execute(sys.argv[0], "__mp_main__")
+    script = execute(sys.argv[0], "__mp_main__", hooks)
     return script.get(fn.__name__, fn)(*args)
 
 
-def _torchrun(words):
+def _torchrun(words, hooks):
     """What `torchrun WORDS` does: its own code, but that the ranks are forks.
 
     And it hardly pauses: before it meets others, or until it looks at its ranks.
@@ -112,7 +112,7 @@ def _torchrun(words):
     def rank(script, arguments, is_module):
         set_path_for(script, is_module)
         use_fresh_threads()
-        run_main(script, arguments, is_module)
+        run_main(script, arguments, is_module, hooks)
 
     def with_forks(args):
         config, _, _ = config_from_args(args)
@@ -151,27 +151,28 @@ def use_fresh_threads():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", FRESH_THREADS)))
 
 
-def run_main(script, arguments, is_module):
+def run_main(script, arguments, is_module, hooks):
     sys.argv = [str(script), *arguments]
-    if is_module and not to_call:
+    if is_module and not hooks:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
     if is_module:
         sys.argv[0] = importlib.util.find_spec(script).origin
-    execute(sys.argv[0], "__main__")
+    execute(sys.argv[0], "__main__", hooks)
 
 
-def execute(script, name):
+def execute(script, name, hooks):
     """Run a script as the module `name`, as Python does; returns its globals.
 
-    The path is absolute in tracebacks, and argv has it as typed.
+    The path is absolute in tracebacks, and argv has it as typed. hooks: functions to
+    call with the globals before the script's last block.
     """
     module = types.ModuleType(name)
     module.__file__ = os.path.abspath(script)
     sys.modules[name] = module
     body, entry, last = Path(script).read_text().partition(f"\n{ENTRY}")
     exec(compile(body, module.__file__, "exec"), vars(module))
-    for hook in to_call:
+    for hook in hooks:
         hook(vars(module))
     lines_before = "\n" * body.count("\n")
     exec(compile(lines_before + entry + last, module.__file__, "exec"), vars(module))
@@ -205,12 +206,11 @@ def fork(words, cwd, environment, out, err, hooks):
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # on Linux
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        to_call.extend(hooks)
-        become_and_exit(words, cwd, environment)
+        become_and_exit(words, cwd, environment, hooks)
     return pid
 
 
-def become_and_exit(words, cwd, environment):
+def become_and_exit(words, cwd, environment, hooks):
     """In a fork: `become` the program, then exit with its status. Never returns."""
     status = 1
     try:
@@ -229,7 +229,7 @@ def become_and_exit(words, cwd, environment):
         faulthandler.enable(2)
         try:
             os.chdir(cwd)
-            become(words)
+            become(words, hooks)
             status = 0
         except SystemExit as end:
             if isinstance(end.code, str):
