@@ -28,7 +28,7 @@ import torch
 import utils
 from benchmarks import report
 from mingpt import data, loading, options, train
-from mingpt.model import attention, make_optimizer
+from mingpt.model import make_optimizer
 
 # What the mean loss of a turn may differ by from that of the first version.
 TOLERANCE = {"fp32": 0.005, "bf16": 0.05}
@@ -134,8 +134,6 @@ class PlainLoop(InTurns):
         self.lr = optimizer.defaults["lr"]
         self.flops = flops_per_token(model)
         self.hugging_face = self.version.kind == "transformers"
-        for block in model.transformer.h:
-            block.attn.attention = attention  # PyTorch's kernel
         if self.hugging_face:
             model = as_transformers(model)
         self.model = model.to(self.device)

@@ -5,7 +5,7 @@ import importlib
 import torch
 
 import utils
-from mingpt import cpu_attention, options
+from mingpt import options
 
 
 def load_model(configuration, vocab_size):
@@ -18,11 +18,6 @@ def load_model(configuration, vocab_size):
     sizes = {name: getattr(configuration, name) for name in options.SIZES}
     sizes["vocab_size"] = vocab_size
     more = {"dropout": configuration.dropout, "checkpoint": configuration.checkpoint}
-    device = configuration.device
-    on_cpu = device.type == "cpu"
-    can_choose = callable(getattr(module.GPTConfig, "attention", None))
-    if can_choose and on_cpu and configuration.precision == "bf16":
-        more["attention"] = cpu_attention.attention  # PyTorch's is slow there
     if configuration.init_from:
         from mingpt.gpt2_weights import load_gpt2  # it needs safetensors
 
@@ -35,6 +30,7 @@ def load_model(configuration, vocab_size):
         model = module.GPT(module.GPTConfig(**sizes, **more))
     if configuration.compile:
         # Or threads add up an embedding's gradient in the order in which they come.
-        torch.use_deterministic_algorithms(on_cpu, warn_only=True)
+        device = configuration.device
+        torch.use_deterministic_algorithms(device.type == "cpu", warn_only=True)
         model.compile(dynamic=False, options=options.compile_options(device))
     return model

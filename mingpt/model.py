@@ -5,7 +5,6 @@ In the shapes below, B is the batch, T the tokens of a sequence, C the width (n_
 and V the size of the vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,6 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     checkpoint: bool = False  # saves memory: activations are computed twice
-    attention: Callable = attention  # another one may be faster on a device
 
 
 class CausalSelfAttention(nn.Module):
@@ -46,7 +44,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(C, 3 * C)
         self.c_proj = nn.Linear(C, C)
         self.dropout = config.dropout
-        self.attention = config.attention
+        self.attention = attention
 
     def forward(self, x, cache):
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))

@@ -13,7 +13,6 @@ In the shapes below, B is the batch, T the tokens of a sequence, C the width (n_
 and V the size of the vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,6 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     checkpoint: bool = False  # saves memory: activations are computed twice
-    attention: Callable = attention  # another one may be faster on a device
 
 
 def rotary(start, end, head_size, device):
@@ -73,7 +71,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(C, 3 * C, bias=False)
         self.c_proj = nn.Linear(C, C, bias=False)
         self.dropout = config.dropout
-        self.attention = config.attention
+        self.attention = attention
 
     def forward(self, x, cos_sin, cache):
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))

@@ -169,7 +169,7 @@ def make_parser(doc):
         "--precision",
         choices=["auto", *DTYPES],
         default="auto",
-        help="auto (the default): bf16 where the device computes faster in it",
+        help="auto (the default): bf16 or fp16 on a GPU, else fp32",
     )
     add(
         "--compile",
@@ -231,14 +231,7 @@ def fast_precision(device):
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bf16" if native else "fp16"
-    if device.type == "cpu" and bf16_is_faster(**torch.cpu.get_capabilities()):
-        return "bf16"
     return "fp32"
-
-
-def bf16_is_faster(cpu_name="", amx_bf16=False, avx512_bf16=False, **others):
-    """Whether a CPU multiplies matrices faster in bfloat16 (benchmarks/README.md)."""
-    return amx_bf16 or (avx512_bf16 and "AMD" in cpu_name)  # not Intel's AVX512_BF16
 
 
 def can_compile(device):

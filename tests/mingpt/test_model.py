@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mingpt import cpu_attention, generation, loading, modern, options
+from mingpt import generation, loading, modern, options
 from mingpt import model as module
 from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import (
@@ -44,44 +44,6 @@ def test_causal_compiled(which):
     check_causal(torch.compile(with_large_weights(model).train()))
 
 
-def test_attention_in_bfloat16_on_a_cpu():
-    """It is written out there, and gives what PyTorch's kernel gives."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 2, 16, 8).bfloat16()
-    exact = module.attention(q.float(), k.float(), v.float(), dropout=0.0)
-    found = cpu_attention.attention(q, k, v, dropout=0.0)
-    assert_close(found, exact.bfloat16(), rtol=0, atol=0.02)
-
-    # The mean over many draws of the dropout is what there is without it.
-    draws = [cpu_attention.attention(q, k, v, dropout=0.2) for _ in range(2000)]
-    mean = torch.stack(draws).float().mean(0)
-    assert_close(mean, exact, rtol=0, atol=0.1)
-
-
-@both
-def test_it_is_chosen_for_bfloat16_on_a_cpu_alone(which, monkeypatch):
-    def chosen(precision):
-        run = configuration("--model", which.__name__, "--precision", precision)
-        model = loading.load_model(run, vocab_size=31)
-        return model.transformer.h[0].attn.attention
-
-    assert chosen("fp32") is which.attention
-    assert chosen("bf16") is cpu_attention.attention
-    monkeypatch.delattr(which.GPTConfig, "attention")  # yours may lack it
-    assert chosen("bf16") is which.attention
-
-
-def test_auto_is_bfloat16_where_the_cpu_is_faster_in_it(monkeypatch):
-    def chosen(**capabilities):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        return configuration("--precision", "auto").precision
-
-    assert chosen() == "fp32"  # a Mac says nothing
-    assert chosen(cpu_name="Intel", amx_bf16=True, avx512_bf16=True) == "bf16"
-    assert chosen(cpu_name="AMD", amx_bf16=False, avx512_bf16=True) == "bf16"
-    assert chosen(cpu_name="Intel", amx_bf16=False, avx512_bf16=True) == "fp32"
-
-
 @both
 def test_in_16_bits_the_attention_is_and_the_loss_is_not(which):
     dtypes = []
@@ -91,7 +53,9 @@ def test_in_16_bits_the_attention_is_and_the_loss_is_not(which):
         dtypes.append(y.dtype)
         return y
 
-    model = with_large_weights(build(which, attention=attend)).float()
+    model = with_large_weights(build(which)).float()
+    for block in model.transformer.h:
+        block.attn.attention = attend
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(tokens(model), tokens(model, seed=7))
     assert set(dtypes) == {torch.bfloat16}
