@@ -128,9 +128,45 @@ def test_a_model_of_hugging_face(tmp_path):
     """Two ranks make the step of one, and read and write its folders in parts."""
     pytest.importorskip("transformers")
     parts = fence("docs/shard_your_model.md", "HuggingFaceStorageReader")
-    tune = fence("docs/fine_tune.md", "save_pretrained").replace("bfloat16", "float32")
+    tune = fence("docs/fine_tune.md", '"tuned"').replace("bfloat16", "float32")
     step = "for weight in model.parameters():\n    weight.data -= weight.grad\n"
     tune = tune.replace("\nweights =", f"loss.backward()\n{step}\nweights =")
     script = tmp_path / "llama.py"
     script.write_text(LLAMA.replace("PARTS", parts).replace("TUNE", tune))
+    torchrun(script, cwd=tmp_path, real=True, OMP_NUM_THREADS=1)
+
+
+LORA = """
+model = AutoModelForCausalLM.from_pretrained(path, attention_bias=True)
+torch.manual_seed(0)
+for block in model.model.layers:
+    torch.nn.init.normal_(block.self_attn.q_proj.bias)
+WRAP
+for block in [*model.model.layers, model]:
+    fully_shard(block, mesh=mesh)
+optimizer = torch.optim.Adam(filter(lambda x: x.requires_grad, model.parameters()), 0.1)
+tokens = torch.arange(8)[None]
+for _ in range(2):
+    before = model(input_ids=tokens, labels=tokens)
+    before.loss.backward()
+    optimizer.step()
+expected = model(input_ids=tokens).logits
+assert (expected - before.logits).abs().max() > 0.01
+MERGE
+dist.barrier()
+merged = LlamaForCausalLM.from_pretrained("merged")
+torch.testing.assert_close(merged(input_ids=tokens).logits, expected)
+"""
+
+
+@pytest.mark.waits
+def test_lora_is_merged(tmp_path):
+    """The plain model computes what the frozen one and its matrices do."""
+    pytest.importorskip("transformers")
+    start = LLAMA.partition("with torch.device")[0]
+    whole = LLAMA[LLAMA.index("WHOLE =") :].partition("\n")[0]
+    lora = LORA.replace("WRAP", fence("docs/fine_tune.md", "class LoRA"))
+    lora = lora.replace("MERGE", fence("docs/fine_tune.md", '"merged"'))
+    script = tmp_path / "lora.py"
+    script.write_text(f"{start}from torch import nn\n{whole}\n{lora}")
     torchrun(script, cwd=tmp_path, real=True, OMP_NUM_THREADS=1)
