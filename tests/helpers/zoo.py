@@ -68,22 +68,6 @@ class Draws(nn.Dropout):
         return super().forward(source)
 
 
-class Float32Momentum(optim.Optimizer):
-    """Its state has more bits than the weights."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.05})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                if not state:
-                    state["momentum"] = torch.zeros_like(weight, dtype=F32)
-                state["momentum"].mul_(0.9).add_(weight.grad)
-                weight.data -= (group["lr"] * state["momentum"]).to(weight.dtype)
-
-
 class Output:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -92,8 +76,8 @@ class Output:
 # Models
 
 
-def weight(*shape, **kind):
-    return nn.Parameter(torch.randn(shape, **kind))
+def weight(*shape):
+    return nn.Parameter(torch.randn(shape))
 
 
 def cast(dtype):
@@ -115,15 +99,6 @@ def tied():
     second = Linear(20, 20)
     second.weight = first.weight
     return Sequential(first, Tanh(), second, Linear(20, 1))
-
-
-def tied_in_the_root():
-    def forward(net, source):
-        hidden = torch.tanh(source @ net.first)
-        return hidden @ net.second[:, :1]
-
-    shared = weight(20, 20)
-    return Net(forward, first=shared, second=shared)
 
 
 def averaged():
@@ -185,28 +160,6 @@ def scalar():
     )
 
 
-def complex_weight():
-    return Net(
-        lambda net, source: ((source + 0j) @ net.matrix).real,
-        matrix=weight(20, 1, dtype=torch.complex128),
-    )
-
-
-def odd_buffers():
-    def forward(net, source):
-        output = net.layer(source * net.mask * net.column)
-        return output * net.turn.real + (net.number > 0)
-
-    return Net(
-        forward,
-        layer=Linear(20, 1),
-        mask=Buffer(torch.rand(20) > 0.3),
-        column=Buffer(torch.randn(20)),
-        turn=Buffer(torch.randn((), dtype=torch.complex128)),
-        number=Buffer(torch.tensor([2**53 + 1])),  # no float holds it
-    )
-
-
 def in_an_object():
     """Nobody finds the tensor in the output, but the loss."""
     return Net(lambda net, source: Output(net.layer(source)), layer=Linear(20, 1))
@@ -225,7 +178,6 @@ MODELS = {
     "repeated block": lambda: twice(Linear(20, 20)),
     "nested blocks": lambda: Sequential(Sequential(mlp()), Linear(1, 1)),
     "tied across blocks": tied,
-    "tied in the root": tied_in_the_root,
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(12)),
     "random numbers": lambda: mlp(Draws(0.3)),
     "weight_norm": lambda: mlp(weight_norm(Linear(12, 12))),
@@ -234,13 +186,8 @@ MODELS = {
     "LSTM": lstm,
     "TransformerEncoder": encoder,
     "scalar": scalar,
-    "complex": complex_weight,
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
     "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
-    "mixed dtypes": lambda: Sequential(
-        Linear(20, 8), cast(F32), Linear(8, 1).to(F32), cast(F64)
-    ),
-    "odd buffers": odd_buffers,
     "frozen": lambda: Sequential(Linear(20, 8).requires_grad_(False), Linear(8, 1)),
     "unused on one rank": lambda: sometimes(lambda step: utils.get_rank() == 0),
     "unused on all ranks": lambda: sometimes(lambda step: False),
@@ -339,7 +286,6 @@ CASES = {
     **{name: Case(model, loss=loss) for name, (model, loss) in LOSSES.items()},
     **{name: Case(optimizer=make) for name, make in OPTIMIZERS.items()},
     "SparseAdam": Case(sparse, partial(optim.SparseAdam, lr=0.01)),
-    "float32 momentum": Case(MODELS["bfloat16"], Float32Momentum),
 }
 # tensor_parallel.py's PLAN names the layers of an MLP
 MLP = mlp, nn.MSELoss

@@ -93,6 +93,7 @@ def test_multigpu_has_a_line():
     assert "planted_needed = " in TEXT
 """
 CONFTEST = """
+from tools.scripts import ROOT
 assert "planted_starts = " in (ROOT / "multigpu.py").read_text()
 """
 HANGS = f"{TESTS}::test_multigpu_hangs_without_a_line"
@@ -160,7 +161,7 @@ def test_only_a_test_that_ran_and_failed_kills_a_mutant(tmp_path):
 # What is proven already
 
 FILES = {
-    "script.py": """import utils
+    "multigpu.py": """import utils
 def first(a):
     b = utils.called(a)
     c = 1  # why
@@ -184,7 +185,7 @@ def test_another():
 """,
 }
 CHANGES = [  # a text of a file, another one, and the lines that are proven once more
-    ("script.py", "c = 1", "c = 2", [3, 4]),
+    ("multigpu.py", "c = 1", "c = 2", [3, 4]),
     ("utils.py", "return deeper(a)", "return 1", [3]),
     ("utils.py", "return 1", "return 3", [3]),
     ("tests/test_them.py", "SIZE == 4", "SIZE == 3", [3, 4, 6]),
@@ -200,11 +201,11 @@ def proofs():
     """{line: the proof of the mutant there} of script.py, which adds all lines."""
     lines.code_of.cache_clear()
     lines.code_of_test.cache_clear()
-    text = (lines.ROOT / "script.py").read_text()
+    text = (lines.ROOT / "multigpu.py").read_text()
     found = {}
     for mutant in mutants(EMPTY, text):
         if mutant.kind == "statement":
-            found[mutant.line] = lines.make_proof(EDGE, text, mutant, NAMED)
+            found[mutant.line] = lines.make_proof(EDGE, mutant, NAMED)
     return found
 
 

@@ -41,7 +41,6 @@ CASES_OF = {
     "optimizers": OPTIMIZERS,
     "unused": [case for case in CASES if case.startswith("unused")],
     "others": NOT_MLP,
-    "with float32": ["float32", "mixed dtypes"],
     **{case: [case] for case in CASES},
 }
 # {number of ranks: cases}
@@ -55,7 +54,6 @@ diloco | optimizers, SparseAdam | differs | it averages weights
 diloco | SGD, ASGD, fused SGD, some parameters | equal | linear in the gradients
 all | one head overflows | Refused: the loss is nan | NaN replaces no snapshot
 all | loss with a parameter | Refused: the optimizer has parameters | DDP lacks them
-all | float32 momentum | resumed, it differs | PyTorch rounds the loaded state
 all | LBFGS | TypeError: LBFGS.step() missing | it computes the loss, several times
 DDP | unused | RuntimeError: Expected to have finished | DDP waits for it
 DDP | unused in the last step | saved, Refused: layer.weight | 1 is saved
@@ -68,7 +66,7 @@ gradient_accumulation | BatchNorm, spectral_norm | differs | it sees parts
 gradient_accumulation | average of the weights, extra state | differs | each part counts
 gradient_accumulation | random numbers, unused in the last step | differs | as above
 gradient_accumulation | class weights, ignore_index | differs | parts divide
-mixed_precision | with float32 | differs | autocast rounds
+mixed_precision | float32 | differs | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
 ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
 real_job | output in an object | AttributeError: 'Output' | it counts right classes

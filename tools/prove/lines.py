@@ -24,6 +24,7 @@ Exit status 1 if any mutant survives.
 """
 
 import ast
+import difflib
 import functools
 import itertools
 import json
@@ -32,7 +33,6 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -186,19 +186,41 @@ def named_by_line(edge):
 def prove(edge, only, full):
     """Run the mutants of one edge that are not proven: whether all is well.
 
-    First what there is to try, and which of it is proven. Then what is left, two at a
-    time, and each verdict is written down at once. Last, proofs of what is gone go.
+    Each verdict is written down at once. Last, the proofs of mutants that are gone go.
     """
-    parent, child = edge
-    text = (ROOT / child).read_text()
+    _, child = edge
+    known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
+    to_try, proofs = what_to_try(edge, only, known)
+    left = [mutant for mutant in to_try if full or mutant not in proofs]
+    print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
+    bad = []
+    for mutant, result in try_all(child, left, to_try):
+        line = report(child, mutant, result)
+        print(line, flush=True)
+        old = proofs.pop(mutant, None)
+        killer = result["killer"]
+        if killer:
+            proofs[mutant] = make_proof(edge, mutant, killer)
+            record.change(add=[proofs[mutant]])
+        else:
+            bad.append(line)
+            record.change(drop=[old])
+    tried = {proof for proof in known if only in proof.what}
+    record.change(drop=tried.difference(proofs.values()))
+    print(*bad, f"{child}: {len(bad)} bad", sep="\n", flush=True)
+    return not bad
+
+
+def what_to_try(edge, only, known):
+    """({mutant: its tests}, {mutant: a known proof that still holds}).
+
+    First come the tests that have killed such a mutant before.
+    """
     by_line = named_by_line(edge)
     all_named = sorted(set().union(*by_line.values()))
-    known = [proof for proof in sorted(record.read()) if proof.kind == " ".join(edge)]
-
-    # Each mutant with its tests, and the proofs that still hold
-    to_try = {}  # {mutant: tests}, those first that have killed such a mutant before
+    to_try = {}
     proofs = {}
-    for mutant in mutants((ROOT / parent).read_text(), text):
+    for mutant in mutants(*((ROOT / name).read_text() for name in edge)):
         if only not in mutant.what:
             continue
         named = by_line.get(mutant.line, all_named)
@@ -206,14 +228,14 @@ def prove(edge, only, full):
         for proof in known:
             if proof.what == label(mutant) and function_of(proof.by) in named:
                 to_try[mutant].append(proof.by)
-                if proof == make_proof(edge, text, mutant, proof.by):
+                if proof == make_proof(edge, mutant, proof.by):
                     proofs[mutant] = proof
         to_try[mutant] += named
-    left = [mutant for mutant in to_try if full or mutant not in proofs]
-    print(f"{child}: {len(to_try)} mutants, {len(left)} to run", flush=True)
+    return to_try, proofs
 
-    # Run what is left
-    bad = []
+
+def try_all(child, left, to_try):
+    """Yield (mutant, facts) of those that are left, two at a time."""
     if left:
         from tools.run import warm  # noqa: F401  once here, not in each worker
     # Each worker is a process without threads, so that it may fork.
@@ -221,21 +243,7 @@ def prove(edge, only, full):
     with ProcessPoolExecutor(JOBS, mp_context=forked) as pool:
         tests = [to_try[mutant] for mutant in left]
         results = pool.map(try_mutant, itertools.repeat(child), left, tests)
-        for mutant, result in zip(left, results, strict=True):
-            line = report(child, mutant, result)
-            print(line, flush=True)
-            old = proofs.pop(mutant, None)
-            killer = result["killer"]
-            if killer:
-                proofs[mutant] = make_proof(edge, text, mutant, killer)
-                record.change(add=[proofs[mutant]])
-            else:
-                bad.append(line)
-                record.change(drop=[old])
-    tried = {proof for proof in known if only in proof.what}
-    record.change(drop=tried.difference(proofs.values()))
-    print(*bad, f"{child}: {len(bad)} bad", sep="\n", flush=True)
-    return not bad
+        yield from zip(left, results, strict=True)
 
 
 def report(child, mutant, result):
@@ -249,21 +257,21 @@ def report(child, mutant, result):
 # A proof names what it depends on.
 
 
-def make_proof(edge, text, mutant, killer):
+def make_proof(edge, mutant, killer):
     """The proof by a killer, with a hash of all that it depends on.
 
-    That is the function that the mutant stands in, before and after; what its own lines
-    and their replacement use of utils.py; and the killer. Outside of functions it is
-    the statement alone.
+    That is the function that the mutant stands in, before and after; what the lines
+    that differ use of utils.py; and the killer. Outside of functions it is the
+    statement alone.
     """
-    before = statements_of(text)
+    before = statements_of((ROOT / edge[1]).read_text())
     after = statements_of(mutant.text)
-    old = [*(before - after)]
-    new = [*(after - before)]
-    removed = line_counts(old) - line_counts(new)
-    own = [*removed, *(line_counts(new) - line_counts(old))]
-    parts = [mutant.kind, *old, "becomes", *new]
-    parts += used_of(code_of("utils.py"), own)
+    old = "\n".join(sorted(before - after))
+    new = "\n".join(sorted(after - before))
+    lines = difflib.ndiff(old.splitlines(), new.splitlines())
+    differ = [line for line in lines if line.startswith(("-", "+"))]
+    parts = [mutant.kind, old, "becomes", new]
+    parts += used_of(code_of("utils.py"), differ)
     parts.append(code_of_test(function_of(killer)))
     return Proof(" ".join(edge), label(mutant), killer, record.digest(parts))
 
@@ -272,15 +280,10 @@ def label(mutant):
     return mutant.what.partition(" # ")[0][:50]
 
 
-def line_counts(codes):
-    """How often each line stands in some codes, however deep. A statement has one."""
-    return Counter(line.strip() for code in codes for line in code.splitlines())
-
-
 @functools.cache
 def statements_of(text):
-    """How often each statement stands at the top level or is a method of a class."""
-    return Counter(codes_in(ast.parse(text)))
+    """The code of each statement at the top level, and of each method of a class."""
+    return {*codes_in(ast.parse(text))}
 
 
 def codes_in(tree, scope=""):
