@@ -1,9 +1,8 @@
 """A job that is large enough to be measured, and what an epoch of it takes each rank.
 
 The job is the script's own, but its model has a body in front: four hidden layers of
-WIDTH, which pause for PAUSE_S in forward, and twice as long in backward. There are
-TRAIN_SAMPLES samples. The figures of the last epoch go to measured.RANK.json. Nothing
-is saved.
+WIDTH, which pause for PAUSE_S in forward, and twice as long in backward. The figures of
+the last epoch go to measured.RANK.json. Nothing is saved.
 """
 
 import ctypes
@@ -16,7 +15,6 @@ import torch
 import torch._dynamo  # noqa: F401  DDP and optimizers import it: not for their training
 import torch.distributed as dist
 from torch.distributed.tensor import parallel
-from torch.utils.data import Subset
 
 CLONE_NEWNET = 0x40000000  # setns(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +55,7 @@ def measure(script):
     def load_train_objs():
         train_set, eval_set, model, loss_fn = its_objects()
         put_body_into(model, train_set)
-        return repeated(train_set), eval_set, model, loss_fn
+        return train_set, eval_set, model, loss_fn
 
     script["Trainer"] = Trainer
     script["load_train_objs"] = load_train_objs
@@ -80,15 +78,6 @@ def cut_layers(script):
 def meet():
     if dist.is_initialized():
         dist.barrier()
-
-
-def repeated(train_set):
-    """TRAIN_SAMPLES samples, of a data set that may have fewer."""
-    samples = range(int(os.environ["TRAIN_SAMPLES"]))
-    again = Subset(train_set, [index % len(train_set) for index in samples])
-    if hasattr(train_set, "set_epoch"):
-        again.set_epoch = train_set.set_epoch
-    return again
 
 
 def put_body_into(model, train_set):

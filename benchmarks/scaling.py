@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling
 
-In weak scaling each rank keeps its batch, and in strong scaling the ranks share it out.
-The efficiency compares what a rank does with what one rank does alone. Each rank has
-one thread. "computes" is the share of a step in which its main thread has the CPU, for
-forward, backward and optimizer. It waits in the rest. All of this runs on CPUs.
+Each rank keeps its batch: weak scaling. The efficiency compares what a rank does with
+what one rank does alone. Each rank has one thread. "computes" is the share of a step
+in which its main thread has the CPU, for forward, backward and optimizer. It waits in
+the rest. All of this runs on CPUs.
 
 As root on Linux, two hosts with a rank each then scale weakly over links of 1000, 300
 and 100 Mbit/s each way. The layers pause there, as if a device computed, because on
@@ -24,7 +24,7 @@ from benchmarks import measured_epoch, report
 from cluster.predict import Cluster, Job, predict
 from tools.run import launch
 from tools.run.hosts import Hosts, why_not
-from tools.run.launch import DISTRIBUTED
+from tools.run.launch import DISTRIBUTED, OF_THE_TRUNKS_TASK
 from tools.run.processes import end_all, temporary_folder
 
 ACCUMULATION = "variants/gradient_accumulation.py"
@@ -58,7 +58,8 @@ def run(name, folder, ranks, samples, batch_size, *options, hosts=(), **env):
         nprocs=ranks,
         hooks=[measured_epoch.measure, measured_epoch.cut_layers],
         timeout_s=TIMEOUT_S,
-        **{"NETWORKS": networks, "WIDTH": WIDTH, "TRAIN_SAMPLES": samples, **env},
+        changes=[("MyTrainDataset(2048)", f"MyTrainDataset({samples})")],
+        **{"NETWORKS": networks, "WIDTH": WIDTH, **env},
     )
     files = folder.glob("measured.*.json")
     of_ranks = [json.loads(file.read_text()) for file in files]
@@ -69,16 +70,16 @@ def run(name, folder, ranks, samples, batch_size, *options, hosts=(), **env):
     return figures
 
 
-def measure(name, args, folder, hosts, ranks=1, parts=1, pause_s=0, rate=None):
+def measure(name, args, folder, hosts, ranks=1, pause_s=0, rate=None):
     """A step: its samples and seconds on a rank, and so on, by name.
 
-    parts: what the batch is divided by. pause_s: the pause of a layer in forward.
-    rate: of the hosts' links, with a rank on each.
+    pause_s: the pause of a layer in forward. rate: of the hosts' links, with a rank on
+    each.
     """
     its_hosts = hosts if rate else []
     for host in its_hosts:
         host.slow(f"{rate}mbit")
-    batch = args.batch_size // parts
+    batch = args.batch_size
     samples = batch * ranks * args.steps
     size = launch.batch_size(name, batch * ranks, ranks)
     env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
@@ -136,8 +137,6 @@ def main(args):
         "1 rank": {},
         "2 ranks": {"ranks": 2},
         "4 ranks": {"ranks": 4},
-        "2, strong": {"ranks": 2, "parts": 2},
-        "4, strong": {"ranks": 4, "parts": 4},
     }
     links = {"2 devices": {"ranks": 2, "pause_s": PAUSE_S}}
     for rate in RATES:
@@ -180,5 +179,6 @@ if __name__ == "__main__":
         steps=(8, "steps in an epoch"),
         batch_size=(1024, "samples that one process takes in a step"),
     )
-    parser.add_argument("scripts", nargs="*", choices=DISTRIBUTED, metavar="SCRIPT")
+    choices = [name for name in DISTRIBUTED if name in OF_THE_TRUNKS_TASK]
+    parser.add_argument("scripts", nargs="*", choices=choices, metavar="SCRIPT")
     main(parser.parse_args())

@@ -76,8 +76,8 @@ class Output:
 # Models
 
 
-def weight(*shape):
-    return nn.Parameter(torch.randn(shape))
+def weight(*shape, **kind):
+    return nn.Parameter(torch.randn(shape, **kind))
 
 
 def cast(dtype):
@@ -160,6 +160,13 @@ def scalar():
     )
 
 
+def complex_weight():
+    return Net(
+        lambda net, source: ((source + 0j) @ net.matrix).real,
+        matrix=weight(20, 1, dtype=torch.complex128),
+    )
+
+
 def in_an_object():
     """Nobody finds the tensor in the output, but the loss."""
     return Net(lambda net, source: Output(net.layer(source)), layer=Linear(20, 1))
@@ -186,6 +193,7 @@ MODELS = {
     "LSTM": lstm,
     "TransformerEncoder": encoder,
     "scalar": scalar,
+    "complex": complex_weight,
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
     "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
     "frozen": lambda: Sequential(Linear(20, 8).requires_grad_(False), Linear(8, 1)),
