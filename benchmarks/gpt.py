@@ -1,20 +1,18 @@
-"""How fast mingpt trains a GPT, beside a plain loop and transformers.
+"""How fast mingpt trains a GPT, beside a plain loop.
 
     python -m benchmarks.gpt                    a small GPT on a CPU
     python -m benchmarks.gpt --device cuda      GPT-2 124M on a GPU
 
 All versions train the same model from the same weights on the same batches, with the
 same learning rates, each in a process of its own. If their losses differ, there is no
-result. The plain loop is in the style of nanoGPT, with PyTorch's attention kernel and
-AdamW as they are by default. transformers' GPT2LMHeadModel is in the same loop, with
-`sdpa` attention and the fused AdamW, as its Trainer has it. mingpt is the Trainer of
-mingpt/train.py. Timed are the steps alone: no start, compilation, evaluation or saving.
+result. The plain loop is in the style of nanoGPT, with AdamW as it is by default.
+mingpt is the Trainer of mingpt/train.py. Timed are the steps alone: no start,
+compilation, evaluation or saving.
 MFU is the share of the GPU's peak that the model's own multiplications take (PaLM,
 https://arxiv.org/abs/2204.02311, appendix B).
 """
 
 import contextlib
-import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -43,8 +41,7 @@ PEAKS = {
 
 
 class Version(NamedTuple):
-    kind: str  # plain loop, transformers or mingpt
-    precision: str
+    kind: str  # plain loop or mingpt
     compiled: bool
 
 
@@ -94,7 +91,7 @@ def words(version, args):
         "--accumulate=1",
         f"--steps={steps}",
         f"--eval-every={args.steps}",
-        f"--precision={version.precision}",
+        f"--precision={args.precision}",
         "--warmup=0.5",
         "--lr=3e-4",  # low, so that rounding does not lead the losses apart
         f"--cache={args.folder}/tokens",
@@ -118,7 +115,7 @@ class InTurns(train.Trainer):
             wait()
             seconds = time.perf_counter() - start
             if self.device.type != "cpu":
-                # The others need this memory in their turns: five do not fit together.
+                # The others need this memory in their turns.
                 torch.get_device_module(self.device).empty_cache()
             self.pipe.send(Turn(seconds, loss, tokens, tokens * self.flops))
 
@@ -133,15 +130,11 @@ class PlainLoop(InTurns):
         self.steps_run = 0
         self.lr = optimizer.defaults["lr"]
         self.flops = flops_per_token(model)
-        self.hugging_face = self.version.kind == "transformers"
-        if self.hugging_face:
-            model = as_transformers(model)
         self.model = model.to(self.device)
         decay = configuration.weight_decay
         self.optimizer = make_optimizer(self.model, self.lr, decay)
-        if not self.hugging_face:
-            for group in self.optimizer.param_groups:
-                group["fused"] = None  # as it is by default
+        for group in self.optimizer.param_groups:
+            group["fused"] = None  # as it is by default
         if self.version.compiled:
             self.model.compile()
 
@@ -156,7 +149,7 @@ class PlainLoop(InTurns):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * scale
             with self._autocast():
-                loss = self.loss(source, targets)
+                _, loss = self.model(source, targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
             self.optimizer.step()
@@ -165,32 +158,6 @@ class PlainLoop(InTurns):
             tokens += source.numel()
             self.steps_run += 1
         return loss_sum.item() / self.run.eval_every, tokens
-
-    def loss(self, source, targets):
-        if self.hugging_face:
-            # These labels are where they belong: it would shift them by one token.
-            found = self.model(
-                source, labels=targets, shift_labels=targets, use_cache=False
-            )
-            return found.loss
-        _, loss = self.model(source, targets)
-        return loss
-
-
-def as_transformers(gpt):
-    """GPT2LMHeadModel with the weights of `gpt`, by way of a folder."""
-    # Imported here, because all else runs without transformers and safetensors.
-    import transformers
-
-    from mingpt.gpt2_weights import save_gpt2
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
-        save_gpt2(gpt, folder)
-        return transformers.GPT2LMHeadModel.from_pretrained(
-            folder, attn_implementation="sdpa"
-        )
 
 
 # In the process that compares
@@ -229,7 +196,7 @@ def race(versions, args):
     for name in others:
         pairs = zip(turns[name], turns[base], strict=True)
         apart = max(abs(turn.loss - other.loss) for turn, other in pairs)
-        if not apart <= TOLERANCE[versions[name].precision]:  # so that nan fails too
+        if not apart <= TOLERANCE[args.precision]:  # so that nan fails too
             sys.exit(f"gpt.py: error: the loss of {name} is {apart:.4f} off {base}'s")
     return turns
 
@@ -239,15 +206,13 @@ def main(args):
     on_cpu = args.device == "cpu"
     args.preset = "mini" if on_cpu else "gpt2"
     args.batch_size = 8 if on_cpu else 32
+    args.precision = "fp32" if on_cpu else "bf16"
     args.vocab_size = None if on_cpu else 50304  # None: the characters of the text
     device = "cpu" if on_cpu else torch.get_device_module().get_device_name()
-    others = []
-    if all(map(importlib.util.find_spec, ["transformers", "safetensors"])):
-        others = ["transformers"]
     report.print_setting(
         f"{args.rounds} rounds of {args.steps} steps after 1 to warm up: {device},"
         f" preset {args.preset}, batch {args.batch_size}",
-        *["torch", *others],
+        "torch",
     )
     columns = {
         "tokens/s": (",.0f", lambda turn: turn.tokens / turn.seconds),
@@ -258,13 +223,12 @@ def main(args):
         columns["MFU"] = ".0%", lambda turn: turn.flops / turn.seconds / peaks[0]
     with tempfile.TemporaryDirectory() as args.folder:
         data.prepare(cache=os.path.join(args.folder, "tokens"))
-        for precision in ["fp32", "bf16"] if on_cpu else ["bf16"]:
-            versions = {}
-            for kind in ["plain loop", *others]:
-                versions[kind] = Version(kind, precision, False)
-                versions[f"{kind}, compiled"] = Version(kind, precision, True)
-            versions["mingpt"] = Version("mingpt", precision, True)
-            report.print_table(precision, race(versions, args), **columns)
+        versions = {
+            "plain loop": Version("plain loop", False),
+            "plain loop, compiled": Version("plain loop", True),
+            "mingpt": Version("mingpt", True),
+        }
+        report.print_table(args.precision, race(versions, args), **columns)
 
 
 if __name__ == "__main__":

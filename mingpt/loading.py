@@ -30,7 +30,7 @@ def load_model(configuration, vocab_size):
         model = module.GPT(module.GPTConfig(**sizes, **more))
     if configuration.compile:
         # Or threads add up an embedding's gradient in the order in which they come.
-        device = configuration.device
-        torch.use_deterministic_algorithms(device.type == "cpu", warn_only=True)
-        model.compile(dynamic=False, options=options.compile_options(device))
+        on_cpu = configuration.device.type == "cpu"
+        torch.use_deterministic_algorithms(on_cpu, warn_only=True)
+        model.compile(dynamic=False)
     return model

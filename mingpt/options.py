@@ -243,11 +243,3 @@ def can_compile(device):
         return False
     compiler = shutil.which("gcc") or shutil.which("clang")
     return compiler is not None and torch.cuda.get_device_capability(device) >= (7, 0)
-
-
-def compile_options(device):
-    """On CPUs, the tanh in GELU is as exact and faster if made of other operations."""
-    option = "cpp.use_decompose_tanh"
-    if device.type == "cpu" and option in torch._inductor.list_options():
-        return {option: True}
-    return None

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.nn import Buffer, Linear, Sequential, Tanh
 from torch.nn.utils import parametrizations, weight_norm
-from torch.optim.swa_utils import AveragedModel
 
 import single_gpu
 import utils
@@ -41,22 +40,6 @@ class Net(nn.Module):
 
     def forward(self, *inputs):
         return self.function(self, *inputs)
-
-
-class Counts(Linear):
-    """Its state is more than tensors."""
-
-    count = 0
-
-    def forward(self, source):
-        self.count += self.training
-        return super().forward(source)
-
-    def get_extra_state(self):
-        return {"count": self.count}
-
-    def set_extra_state(self, state):
-        self.count = state["count"]
 
 
 class Draws(nn.Dropout):
@@ -99,18 +82,6 @@ def tied():
     second = Linear(20, 20)
     second.weight = first.weight
     return Sequential(first, Tanh(), second, Linear(20, 1))
-
-
-def averaged():
-    def forward(net, source):
-        if not net.training:
-            return net.average(source)
-        net.average.update_parameters(net.model)
-        return net.model(source)
-
-    model = mlp()
-    average = AveragedModel(model).requires_grad_(False)
-    return Net(forward, model=model, average=average)
 
 
 def sometimes(used):
@@ -181,7 +152,6 @@ def sparse():
 
 MODELS = {
     "MLP": mlp,
-    "shared ReLU": lambda: twice(nn.ReLU()),
     "repeated block": lambda: twice(Linear(20, 20)),
     "nested blocks": lambda: Sequential(Sequential(mlp()), Linear(1, 1)),
     "tied across blocks": tied,
@@ -200,8 +170,6 @@ MODELS = {
     "unused on one rank": lambda: sometimes(lambda step: utils.get_rank() == 0),
     "unused on all ranks": lambda: sometimes(lambda step: False),
     "unused in the last step": lambda: sometimes(lambda step: step != 6),
-    "average of the weights": averaged,
-    "extra state": lambda: Counts(20, 1),
 }
 
 
@@ -270,7 +238,6 @@ def groups(parameters):
 
 
 OPTIMIZERS = {
-    "amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True),
     "fused": partial(optim.Adam, lr=0.01, fused=True),
     "fused SGD": partial(optim.SGD, lr=0.01, fused=True),
     "foreach": partial(optim.Adam, lr=0.01, foreach=True),

@@ -65,25 +65,24 @@ def test_diloco_sends_less(tmp_path):
 
 
 def test_versions_train_the_same(tmp_path):
-    pytest.importorskip("transformers", reason="it is what is compared with")
     data.prepare(cache=str(tmp_path / "tokens"))
     args = Namespace(
         preset="nano",
         batch_size=12,
         vocab_size=None,
         device="cpu",
+        precision="fp32",
         rounds=2,
         steps=2,
         folder=tmp_path,
     )
-    kinds = ("plain loop", "transformers", "mingpt")
+    kinds = ("plain loop", "mingpt")
     # Compiling takes longer than all else here.
-    versions = {kind: gpt.Version(kind, "fp32", False) for kind in kinds}
+    versions = {kind: gpt.Version(kind, False) for kind in kinds}
     turns = gpt.race(versions, args)
-    for theirs, hugging_face, ours in zip(*turns.values(), strict=True):
+    for theirs, ours in zip(*turns.values(), strict=True):
         assert theirs.loss == pytest.approx(ours.loss, abs=1e-5)
-        assert theirs.loss == pytest.approx(hugging_face.loss, abs=1e-5)
-        assert theirs.flops == hugging_face.flops == ours.flops > 0
+        assert theirs.flops == ours.flops > 0
         assert theirs.tokens == ours.tokens == 2 * 12 * 64
 
 

@@ -63,8 +63,7 @@ multigpu, ddp2 | class weights, ignore_index | differs | each divides by its own
 ddp_by_hand | unused on one rank | differs | ranks' models differ
 ddp_by_hand | SparseAdam | RuntimeError: reshape is not | it flattens gradients
 gradient_accumulation | BatchNorm, spectral_norm | differs | it sees parts
-gradient_accumulation | average of the weights, extra state | differs | each part counts
-gradient_accumulation | random numbers, unused in the last step | differs | as above
+gradient_accumulation | random numbers, unused in the last step | differs | parts
 gradient_accumulation | class weights, ignore_index | differs | parts divide
 mixed_precision | float32 | differs | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
