@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.helpers.checks import STANDIN, noted  # noqa: E402
 from tests.helpers.made_once import made_once  # noqa: E402
-from tests.hooks.faults import kill_in_step_80, record_in_one_piece  # noqa: E402
+from tests.hooks.faults import kill_in_step_80  # noqa: E402
 from tests.hooks.probe import probe  # noqa: E402
 from tools.run import launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
@@ -122,9 +122,8 @@ def runs(folder, name, nprocs=2, hooks=()):
 
     It saves every second epoch. In forks. hooks: as of `launch`, in a tuple.
     """
-    size = launch.batch_size(name, 64, nprocs)
     done = launch.train(
-        name, 5, 2, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+        name, 5, 2, cwd=folder, nprocs=nprocs, effective=64, hooks=hooks
     )
     return folder, done
 
@@ -155,11 +154,10 @@ def killed(folder, name):
         name,
         5,
         2,
-        "--batch-size",
-        launch.batch_size(name, 64),
         cwd=folder,
+        effective=64,
         real=name in trunk(),
-        hooks=[kill_in_step_80, record_in_one_piece],
+        hooks=[kill_in_step_80],
         MARK=f"killed {name}",
     )
     return folder, done, left_over(f"killed {name}")
@@ -173,10 +171,9 @@ def probes(folder, name, nprocs=2, hooks=()):
     2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
     those of tests/hooks/probe.py. `hooks`: others to attach before it, in a tuple.
     """
-    size = launch.batch_size(name, 66, nprocs)
     hooks = [*hooks, probe]
     done = launch.train(
-        name, 2, 1, "--batch-size", size, cwd=folder, nprocs=nprocs, hooks=hooks
+        name, 2, 1, cwd=folder, nprocs=nprocs, effective=66, hooks=hooks
     )
     ranks = nprocs if name in launch.DISTRIBUTED else 1
     return noted(folder, "probe", ranks), done

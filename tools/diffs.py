@@ -16,7 +16,7 @@ def matcher(before, after):
     return difflib.SequenceMatcher(None, before, after, autojunk=False)
 
 
-def changes(before, after):
+def changed_ranges(before, after):
     """Yield (i1, i2, j1, j2): before[i1:i2] has become after[j1:j2]."""
     for tag, *places in matcher(before, after).get_opcodes():
         if tag != "equal":
@@ -123,7 +123,7 @@ def hunks(old, new):
     top_level = [node for node in tree(new).body if isinstance(node, KINDS)]
     starts = [first_line(node) - 1 for node in top_level]
     found = []
-    for i1, i2, j1, j2 in changes(before, after):
+    for i1, i2, j1, j2 in changed_ranges(before, after):
         inside = [start for start in starts if j1 < start < j2]
         for stop in [*inside, j2]:
             is_blank = not "".join(after[j1:stop]).strip()

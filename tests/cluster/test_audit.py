@@ -180,7 +180,7 @@ def run_audit(folder, *words, status, real=True, hooks=()):
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_like(tmp_path, name):
+def test_another_script_is_compared(tmp_path, name):
     """Both scripts have dropout, and neither has a switch."""
     said, changes = UNLIKE[name]
     status, _, text = said.partition(" | ")
@@ -201,7 +201,9 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
         (TORCHRUN, SHARDED, [], 0, "resumed at step 16"),
     ],
 )
-def test_kill(tmp_path, launcher, script, changes, status, said):
+def test_a_killed_run_is_compared_with_its_resume(
+    tmp_path, launcher, script, changes, status, said
+):
     command = *launcher, plant(script, tmp_path, *changes), *SHORT
     options = "--kill=20", "--snapshot=stripes_snapshot.pt"
     done = run_audit(tmp_path, *options, *command, status=status, **IN_FORKS)
@@ -220,7 +222,7 @@ def test_a_name_that_pytorch_has_given_up(tmp_path):
     assert "this process is not watched: AttributeError" in done.stderr
 
 
-def test_harmless(tmp_path):
+def test_a_watched_run_saves_the_same_bits(tmp_path):
     """A watched run saves what an unwatched one saves, bit for bit."""
     alone = tmp_path / "alone"
     train("multigpu.py", 2, 1, cwd=alone)
@@ -228,7 +230,7 @@ def test_harmless(tmp_path):
     assert same_bits(load(tmp_path / "snapshot.pt"), load(alone / "snapshot.pt"))
 
 
-def test_typed(tmp_path, monkeypatch):
+def test_what_the_report_says(tmp_path, monkeypatch):
     plant(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
     done = run_audit(tmp_path, "--batches=4", "--folder=kept", *TOGETHER, status=1)
     for line in (
@@ -265,7 +267,7 @@ torch.compile(optimizer.step, backend="eager")()
 """
 
 
-def test_pitfalls(tmp_path):
+def test_what_a_watched_script_may_do(tmp_path):
     """What a script may do, and a watched one, too."""
     (tmp_path / "script.py").write_text(PITFALLS)
     done = run_audit(tmp_path, "--folder=.", "python", "script.py", status=0)
@@ -278,7 +280,7 @@ def test_pitfalls(tmp_path):
     assert "AUDIT INCOMPLETE: nobody has written down how" in done.stdout
 
 
-def test_ended(tmp_path):
+def test_sigterm_ends_the_command_too(tmp_path):
     """SIGTERM ends the command, too."""
     kill = "import os, time; os.kill(os.getppid(), 15); time.sleep(9)"
     command = "python", "-c", f"{kill}; open('survived', 'w')"

@@ -109,7 +109,7 @@ def test_augmentation_by_the_number_of_a_sample(seeded, status, tmp_path):
     if not seeded:
         augmented = re.sub(".*manual_seed.*\n", "", augmented)
     train_set = "    train_set, test_set = random_split(make_data(1250), [1000, 250])\n"
-    train = "        train_page_script(args"
+    train = "        train(args"
     for script in BEFORE, AFTER:
         plant(
             script,

@@ -262,7 +262,6 @@ CASES = {
     **{name: Case(optimizer=make) for name, make in OPTIMIZERS.items()},
     "SparseAdam": Case(sparse, partial(optim.SparseAdam, lr=0.01)),
 }
-# tensor_parallel.py's PLAN names the layers of an MLP
 MLP = mlp, nn.MSELoss
 NOT_MLP = [name for name, case in CASES.items() if (case.model, case.loss) != MLP]
 
@@ -318,9 +317,15 @@ REPLACED = {
     "variants/ddp2.py": {"evaluate_retrieval": evaluate},
     "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
-# One rank would wait for the other until gloo's time-out.
-# In diloco, gloo aborts: the ranks send different states.
-HANG_IF_UNUSED = "fsdp", "sharded_snapshot", "preemptible", "diloco"
+WAITS = "a rank waits for the other until gloo's time-out"
+HANGS = dict.fromkeys(["fsdp", "sharded_snapshot", "preemptible"], WAITS)
+HANGS["diloco"] = "gloo aborts: the ranks send different states"
+OF_AN_MLP = "its PLAN names the layers of an MLP"
+# {(script, case): why it is not run}
+NOT_RUN = {
+    **{(f"variants/{name}.py", "unused on one rank"): HANGS[name] for name in HANGS},
+    **{("variants/tensor_parallel.py", case): OF_AN_MLP for case in NOT_MLP},
+}
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
@@ -328,11 +333,6 @@ if __name__ == "__main__":
     utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
     makers = {case: brought_by_reader(case) for case in chosen}
-    left_out = [
-        (f"variants/{name}.py", "unused on one rank") for name in HANG_IF_UNUSED
-    ]
-    for case in NOT_MLP:
-        left_out.append(("variants/tensor_parallel.py", case))
     cases.run_cases(
-        makers, names, REPLACED, left_out, alone_first=["variants/real_job.py"]
+        makers, names, REPLACED, NOT_RUN, alone_first=["variants/real_job.py"]
     )

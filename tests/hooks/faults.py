@@ -25,6 +25,23 @@ def in_step(script, number, befall):
     replace(script["Trainer"], "_run_batch", step)
 
 
+def record_in_one_piece():
+    """`@record` writes a worker's error file in one piece.
+
+    Otherwise torchrun can end instead of restarting: torchrun's SIGTERM comes before a
+    worker that raises has written error.json, which cannot be parsed then (torch 2.10
+    to 2.13, `ProcessFailure.__post_init__`).
+    """
+
+    def in_one_piece(record_exception, handler, error):
+        file = os.environ["TORCHELASTIC_ERROR_FILE"]
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.tmp"
+        record_exception(handler, error)
+        os.replace(f"{file}.tmp", file)
+
+    replace(ErrorHandler, "record_exception", in_one_piece)
+
+
 def in_step_80(befall):
     """The hook that calls `befall(trainer)` on the last rank, in step 80.
 
@@ -37,6 +54,7 @@ def in_step_80(befall):
 
     @functools.wraps(befall)  # `plant` finds it by its name
     def hook(script):
+        record_in_one_piece()
         in_step(script, 80, befall_last)
 
     return hook
@@ -98,21 +116,5 @@ def killed_attempts(script):
             if attempt < int(os.environ["KILLS"]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    record_in_one_piece()
     in_step(script, 40, befall)
-
-
-def record_in_one_piece(_):
-    """`@record` writes a worker's error file in one piece.
-
-    Otherwise torchrun can end instead of restarting: torchrun's SIGTERM comes before a
-    worker that raises has written error.json, which cannot be parsed then (torch 2.10
-    to 2.13, `ProcessFailure.__post_init__`).
-    """
-
-    def in_one_piece(record_exception, handler, error):
-        file = os.environ["TORCHELASTIC_ERROR_FILE"]
-        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.tmp"
-        record_exception(handler, error)
-        os.replace(f"{file}.tmp", file)
-
-    replace(ErrorHandler, "record_exception", in_one_piece)

@@ -3,12 +3,12 @@
 import pytest
 
 from tests.helpers.gpt_runs import SHARE_OF_TWO, TRICKY, long_run
+from tests.helpers.made_once import made_once
 
 
-@pytest.fixture(scope="session")
-def unsplit(tmp_path_factory):
-    """The folder of a run of two ranks that have the whole model."""
-    folder = tmp_path_factory.mktemp("unsplit")
+@made_once
+def unsplit(folder):
+    """`unsplit()`: the folder of a run of two ranks that have the whole model."""
     long_run(folder, SHARE_OF_TWO, nprocs=2)
     return folder
 

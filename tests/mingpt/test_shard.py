@@ -12,8 +12,8 @@ pytestmark = pytest.mark.waits
 
 def test_trains_the_same_with_half_of_the_bytes(unsplit, tmp_path):
     long_run(tmp_path, f"{SHARE_OF_TWO} --shard", nprocs=2)
-    check_runs(unsplit, tmp_path, "train loss", "val loss")
-    all_bytes, _ = noted(unsplit, "held")
+    check_runs(unsplit(), tmp_path, "train loss", "val loss")
+    all_bytes, _ = noted(unsplit(), "held")
     of_parts = noted(tmp_path, "held")
     assert max(of_parts) < 0.53 * all_bytes < sum(of_parts)
 

@@ -35,8 +35,8 @@ TWO_GROUPS = f"{SHARE_OF_TWO} --split 2"
 def test_trains_the_same(unsplit, tmp_path, nprocs, options):
     """A rank that held other weights, or clipped otherwise, would change the sums."""
     long_run(tmp_path, options, nprocs=nprocs)
-    check_runs(tmp_path, unsplit, "train loss", "val loss", "bits per byte")
-    assert noted(tmp_path, "held", nprocs)[1] < 0.7 * noted(unsplit, "held")[1]
+    check_runs(tmp_path, unsplit(), "train loss", "val loss", "bits per byte")
+    assert noted(tmp_path, "held", nprocs)[1] < 0.7 * noted(unsplit(), "held")[1]
 
 
 def test_resumes_bit_for_bit(tmp_path):
@@ -72,7 +72,7 @@ def test_resumes_without_it_and_with_it(unsplit, tmp_path):
         assert steps_run(tmp_path) == steps_after
     long_run(tmp_path, ONE_GROUP, nprocs=2)
     assert steps_run(tmp_path) == 8
-    check_runs(tmp_path, unsplit, "val loss")
+    check_runs(tmp_path, unsplit(), "val loss")
 
 
 def test_it_must_divide_the_heads(tmp_path):

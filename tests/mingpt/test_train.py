@@ -24,6 +24,7 @@ from tests.helpers.gpt_runs import (
     snapshot,
     steps_run,
 )
+from tests.helpers.made_once import made_once
 from tests.hooks import replace
 from tools.run.results import weights
 from tools.scripts import ROOT
@@ -32,10 +33,9 @@ RESUMABLE = f"--steps 12 --eval-every 6 --dropout 0.1 --seed {2**70}"
 SHORT = "--steps 2 --eval-every 2"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of 12 steps with dropout, evaluated after 6 and 12: (folder, Done)."""
-    folder = tmp_path_factory.mktemp("whole")
+@made_once
+def whole(folder):
+    """`whole()`: (folder, Done) of 12 steps with dropout, evaluated after 6 and 12."""
     return folder, gpt(folder, RESUMABLE)
 
 
@@ -44,7 +44,7 @@ def test_the_metrics_are_those_that_it_prints(whole):
 
     All characters of this text are ASCII, so that a token is a byte.
     """
-    folder, done = whole
+    folder, done = whole()
     state = snapshot(folder)["MODEL_STATE"]
     assert len({tensor.data_ptr() for tensor in state.values()}) == len(state) - 1
     rows = metrics(folder)
@@ -199,7 +199,7 @@ BAD_INPUT = r"""
 def test_bad_input(whole, row):
     """One line, exit status 2, and the snapshot as it was."""
     options, message = row.split(" | ")
-    folder, _ = whole
+    folder, _ = whole()
     before = (folder / "mingpt.pt").read_bytes()
     done = gpt(folder, f"{RESUMABLE} {options}", status=2)
     assert re.fullmatch(rf"train\.py: error: {message}\n", done.stderr), done.stderr

@@ -198,7 +198,7 @@ EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
 
 
 def proofs():
-    """{line: the proof of the mutant there} of script.py, which adds all lines."""
+    """{line: the proof of the mutant there} of multigpu.py, which adds all lines."""
     lines.code_of.cache_clear()
     lines.code_of_test.cache_clear()
     text = (lines.ROOT / "multigpu.py").read_text()

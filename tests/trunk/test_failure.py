@@ -10,7 +10,6 @@ from tests.helpers.checks import assert_same_snapshot
 from tests.hooks.faults import (
     killed_attempts,
     raise_error_in_step_80,
-    record_in_one_piece,
 )
 from tools.run.launch import ENTRY, launch, start
 from tools.run.processes import descendants, wait_until
@@ -48,7 +47,7 @@ def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
         2,
         cwd=tmp_path,
         real=True,
-        hooks=[raise_error_in_step_80, record_in_one_piece],
+        hooks=[raise_error_in_step_80],
     )
     assert done.returncode == 1
     # In all of the report: torchrun counts in seconds, and may take the lost connection
@@ -89,7 +88,7 @@ def restarted(folder, kills, restarts):
         1,
         cwd=folder,
         real=True,
-        hooks=[killed_attempts, record_in_one_piece],
+        hooks=[killed_attempts],
         KILLS=kills,
         PET_MAX_RESTARTS=restarts,  # torchrun's --max-restarts
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,

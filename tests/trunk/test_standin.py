@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.checks import STANDIN, noted
 from tests.hooks.accelerators import note_standin
-from tools.run.launch import DISTRIBUTED, batch_size, launch, run_script, train
+from tools.run.launch import DISTRIBUTED, launch, run_script, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
@@ -41,10 +41,9 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
             name,
             end,
             2,
-            "--batch-size",
-            batch_size(name, 64, devices),
             cwd=tmp_path,
             nprocs=devices,
+            effective=64,
             hooks=[note_standin],
             STANDIN_DEVICES=devices,
             **STANDIN,

@@ -28,7 +28,6 @@ from tools.run.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
     UNDER_TORCHRUN,
-    batch_size,
     objects_of,
     plant,
     start,
@@ -172,8 +171,7 @@ def test_killed_inside_an_epoch_it_resumes_bit_for_bit(runs, killed, tmp_path, n
     assert done.returncode == (1 if name in DISTRIBUTED else -signal.SIGKILL)
     resumed = tmp_path / "resumed"
     shutil.copytree(folder, resumed)
-    size = batch_size(name, 64)
-    done = train(name, 5, 2, "--batch-size", size, cwd=resumed)
+    done = train(name, 5, 2, cwd=resumed, effective=64)
     assert re.findall(r"(?m)^epoch (\d)/5", done.stdout) == ["3", "4", "5"]
     undisturbed, _ = runs(name)
     assert_same_snapshot(resumed, undisturbed)

@@ -12,7 +12,17 @@ outcome is "equal" if
 - the model is that of the script's parent: at the root, and for real_job.py, that of
   one process.
 
-`OTHERWISE` has all other outcomes, and why. This prints them:
+Otherwise it is one of these, and `OTHERWISE` says why:
+
+    differs             from the parent, by more than rounding
+    ranks differ        from each other
+    resumed, ...        after the first epoch: it differs, or an error
+    saved, Refused: ... a snapshot was saved, and then the script refuses to go on
+    Refused: ...        the line with which the script ends
+    TypeError: ...      the first line of the first error
+    not run             see NOT_RUN in tests/helpers/zoo.py
+
+This prints them:
 
 pytest -s tests/trunk/test_zoo.py::test_every_case
 """
@@ -25,7 +35,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.zoo import CASES, NAMES, NOT_MLP, OPTIMIZERS, momentum
+from tests.helpers.zoo import CASES, NAMES, NOT_RUN, OPTIMIZERS, momentum
 from tools.run.launch import torchrun
 from tools.scripts import ROOT, ancestry, calls
 
@@ -40,7 +50,6 @@ GROUPS = {
 CASES_OF = {
     "optimizers": OPTIMIZERS,
     "unused": [case for case in CASES if case.startswith("unused")],
-    "others": NOT_MLP,
     **{case: [case] for case in CASES},
 }
 # {number of ranks: cases}
@@ -69,13 +78,11 @@ mixed_precision | float32 | differs | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
 ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
 real_job | output in an object | AttributeError: 'Output' | it counts right classes
-sharded, preemptible, diloco | unused on one rank | not run | it waits or aborts
 sharded | tied across blocks | Refused: blocks share a parameter | it cuts rows
 sharded | scalar | ValueError: fully_shard doesn't support scalar | it cuts rows
 sharded | Adafactor, Muon, Rprop | RuntimeError: aten. | they look at whole matrices
 sharded | fused SGD, SparseAdam | NotImplementedError | PyTorch's do not run on parts
 sharded_snapshot | unused on all ranks | resumed, Checkpoint | no state was saved
-tensor_parallel | others | not run | its PLAN names the layers of an MLP
 tensor_parallel | Muon | differs | it rounds to bfloat16
 tensor_parallel | fused SGD | NotImplementedError | PyTorch's does not run on parts
 tensor_parallel | Adafactor, Rprop | RuntimeError: aten. | PyTorch's do not run on parts
@@ -88,7 +95,7 @@ real_job | some parameters | resumed, it differs | gradients of others enter the
 
 
 def expected():
-    """{(script, case): (how the outcome begins, why)}, for those in OTHERWISE."""
+    """{(script, case): (how the outcome begins, why)}, for those not equal."""
     found = {}
     for line in OTHERWISE.strip().splitlines():
         its_scripts, its_cases, outcome, why = line.split(" | ")
@@ -96,7 +103,7 @@ def expected():
             for cases in its_cases.split(", "):
                 pairs = itertools.product(GROUPS[scripts], CASES_OF[cases])
                 found |= dict.fromkeys(pairs, (outcome, why))
-    return found
+    return found | {pair: ("not run", why) for pair, why in NOT_RUN.items()}
 
 
 @pytest.fixture(scope="module")

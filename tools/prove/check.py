@@ -1,6 +1,6 @@
 """Check all that one script needs, and say what is left to do.
 
-    python -m tools.prove.check NAME            everything, in 10 to 20 minutes
+    python -m tools.prove.check NAME            everything, in 3 to 20 minutes
     python -m tools.prove.check --text NAME     what only reads files, in seconds
 
 NAME is the path of a script, such as `variants/preemptible.py`. All checks run, even if

@@ -2,6 +2,16 @@
 
 `mutants(parent, child)` makes all texts that lack one thing which the child's diff
 adds. It starts no process; tools/prove/lines.py runs the tests on them.
+
+    the parent's line    the child's                what is made of the child's
+    b(x)                 b(x, fast=True)            b(x)            statement: put back
+                         if a:                      pass            statement
+                             c()                    c()             block: its header
+                                                    if a: pass      statement
+    d(1)                 d(1, e=2, f=3)             d(1, f=3)       argument
+                                                    d(1, e=2)       argument
+
+More are in MADE of tests/tools/test_lines.py.
 """
 
 import ast
@@ -12,7 +22,7 @@ import textwrap
 import tokenize
 from typing import NamedTuple
 
-from tools.diffs import align, changes, first_line, matcher
+from tools.diffs import align, changed_ranges, first_line, matcher
 
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
@@ -110,7 +120,7 @@ class Diff:
         self.new = child.split("\n")
         self.old_tree = ast.parse(parent)
         self.tree = ast.parse(child)
-        self.changes = [*changes(self.old, self.new)]
+        self.changes = [*changed_ranges(self.old, self.new)]
         self.units = units_of(child)
         self.pairs = self._pair_units(units_of(parent))
         self.code = set()

@@ -69,8 +69,8 @@ def options_of(name, nprocs=2):
     return options
 
 
-def command(script, total, every, *options, nprocs=2, own_options=True):
-    """The words to type for `script`; own_options: add those of its docstring's."""
+def command(script, total, every, *options, nprocs=2, effective=None, own_options=True):
+    """The words to type for `script`; see `start`."""
     script = ROOT / script
     name = str(script.resolve().relative_to(home(script)))
     words, _ = split_command(name)
@@ -84,6 +84,8 @@ def command(script, total, every, *options, nprocs=2, own_options=True):
         words += options_of(name, nprocs)
     if name in SPAWNED:
         words += ["--nprocs", nprocs]
+    if effective:
+        words += ["--batch-size", batch_size(name, effective, nprocs)]
     return [str(word) for word in (*words, *options)]
 
 
@@ -101,6 +103,7 @@ def start(
     cwd,
     real=False,
     nprocs=2,
+    effective=None,
     own_options=True,
     changes=(),
     hooks=(),
@@ -111,8 +114,9 @@ def start(
     script: its name, or a path to a copy that `plant` has made. cwd, env: of Program.
     real: start new interpreters, which cost ten times as much as forks. Forks show the
     same, unless the claim is about how a process starts or ends.
-    nprocs: how many processes, if the script runs as several. own_options: the options
-    of its docstring's command are typed, too; of one given twice, yours counts.
+    nprocs: how many processes, if the script runs as several. effective: the samples
+    that they take together in a step (32 each). own_options: the options of its
+    docstring's command are typed, too; of one given twice, yours counts.
     changes: pairs (old, new) of texts to replace in the script. hooks: functions
     that each process of the script calls with the script's globals, a dict, before it
     calls `main`. A test may define them inside; with `real`, they are in tests/hooks.
@@ -121,7 +125,13 @@ def start(
     of_fork = () if real else hooks
     if changes or of_copy:
         script = plant(script, cwd / "copy", *changes, hooks=of_copy)
-    words = command(script, *arguments, nprocs=nprocs, own_options=own_options)
+    words = command(
+        script,
+        *arguments,
+        nprocs=nprocs,
+        effective=effective,
+        own_options=own_options,
+    )
     return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 
 

@@ -46,7 +46,7 @@ import sys
 from pathlib import Path
 
 from tools import cli, scripts
-from tools.diffs import changed_lines, changes, hunks
+from tools.diffs import changed_lines, changed_ranges, hunks
 from tools.scripts import ROOT, InputError
 from tools.site.commands import run_all
 from tools.site.pages import (
@@ -225,7 +225,7 @@ def build(args):
         if lines == page.lines:
             continue
         if args.check:
-            place, _, start, end = next(changes(page.lines, lines))
+            place, _, start, end = next(changed_ranges(page.lines, lines))
             problems.append(f"{page.name}:{place + 1}: stale")
             problems += [f"  now: {line}" for line in lines[start:end]]
         else:

@@ -13,7 +13,7 @@ from html import escape
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from pygments.token import STANDARD_TYPES
 
-from tools.diffs import align, changes, hunks
+from tools.diffs import align, changed_ranges, hunks
 from tools.scripts import ROOT, ancestry, tree
 
 CONTEXT = 3  # unchanged lines that stay open on each side of a change
@@ -104,7 +104,7 @@ def marks_of(removed, added):
     old_marks = {}
     new_marks = {}
     for i, j in pairs:
-        places = [*changes(texts_of(removed[i]), texts_of(added[j]))]
+        places = [*changed_ranges(texts_of(removed[i]), texts_of(added[j]))]
         old_marks[i] = frozenset(k for place in places for k in range(*place[:2]))
         new_marks[j] = frozenset(k for place in places for k in range(*place[2:]))
     return pairs, old_marks, new_marks
