@@ -121,18 +121,19 @@ const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at))
 
 // The samples, and below them which of them each rank takes: time runs to the right.
 // A narrow picture has only the current epoch, and epoch 1 in thin lines to compare with.
-// Of two ranks that share the samples, a wide picture has room for larger squares.
+// Two ranks that share the samples need half as many columns: these are wider, and end where the samples do.
 const THIN = 15, high = (size, wide) => Math.floor(wide ? 1.2 * size : size), EPOCH = (size) => 2 * high(size, true) + 28;
 const lanesTall = (size, wide) => wide ? size + 30 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
 function lanes(run, frame, left, size, wide) {
   const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
   const place = (i, w = size) => left + i * w + 4 * Math.floor(i / 4);
-  const h = high(size, wide), w = run.overlaps ? size : Math.round(1.4 * size), free = wide ? size : size + 2;
+  const h = high(size, wide), free = wide ? size : size + 2;
   const home = (i) => wide ? place(i) : i * free + 4 * Math.floor(i / 4); // above them, no label needs room
+  const w = run.overlaps ? size : (home(SAMPLES - 1) + free - left - 4) / 8;
   const count = new Map(), good = run.key === RIGHT ? "ok-ink" : "ink"; // a wrong run has nothing in green here
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
     const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
-    if (!current) return e ? [] : [write(-8, y + THIN + 4, "epoch 1", "ink small"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
+    if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink small"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
       step[rank].taken.map((sample, i) => square(place(4 * s + i, w), y + rank * THIN, w, sample, run.overlaps && rank ? "rank1 twice" : `rank${rank}`, THIN))))];
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
@@ -185,7 +186,7 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
   for (const rank of RANKS) {
     const x = rank ? near[1] : 0, own = phase > 0 ? `: ${fixed(now[rank].own)}` : "", used = phase > 1 ? `uses ${fixed(now[rank].used)}` : "";
     const after = used && write(x + w / 2, top + 38, used, "number b");
-    out.push(box(x, top, w, tall, `rank${rank}`, 'rx="4"'), write(x + w / 2, top + 18, `rank ${rank}${own}`, "number"),
+    out.push(box(x, top, w, tall, `rank${rank}`, 'rx="4"'), write(x + w / 2, top + (own ? 18 : 27.5), `rank ${rank}${own}`, "number"),
       sent && fresh ? late(0.85, after) : after);
   }
   if (sent && fresh) for (const rank of RANKS) {
@@ -201,7 +202,7 @@ function weight(run, steps, width, tall) {
   const middle = 24 + tall / 2, wide = width > 400, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
   const last = steps.at(-1), x = part * steps.length, y = (step, rank) => middle + (rank - 0.5) * gap(step) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, "how far apart the weights are", "ink b"), rule(0, middle, last ? x : 0, middle, "axis")];
+  const out = [write(0, 14, "how far apart the weights are", "ink b"), rule(0, middle, span, middle, "axis")];
   run.epochs.forEach((_, e) => {
     const [from, to] = [e, e + 1].map((edge) => edge * span / EPOCHS);
     out.push(rule(to, 24, to, 24 + tall, "trail"), write((from + to) / 2, 38 + tall, `epoch ${e + 1}`, "soft small mid"));
@@ -244,8 +245,8 @@ function chart(run, frame, width, row, wide) {
 
 // [the picture so many pixels wide, what it says in words]
 function draw(key, index, room) {
-  const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 328), pad = 14;
-  const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = wide ? 48 : 44, gaps = left + 12;
+  const run = read(key), frame = frames(run).at(index), wide = room > 700, width = Math.max(room, 328), pad = wide ? 14 : 12;
+  const words = tell(run, frame).map(([said]) => said).join(" "), inner = width - 2 * pad, left = wide ? 48 : 49, gaps = left + 12;
   const size = Math.min(26, Math.floor(((wide ? 0.53 : 1) * inner - gaps) / SAMPLES));
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = lanesTall(size, wide);
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
@@ -314,7 +315,7 @@ function play(figure) {
     if (index === last()) go(1); // the first
     wait();
     label();
-    caption.scrollIntoView({ block: "nearest" });
+    drawing.scrollIntoView({ block: "nearest" }); // its margins hold what stands above it
   };
   back.onclick = () => go(-1, stop());
   step.onclick = () => go(1, stop());
@@ -339,7 +340,6 @@ function play(figure) {
     [was, before] = [all, key()];
     keep();
     show(undefined, index > from ? "Until here, nothing differs." : "");
-    caption.scrollIntoView({ block: "nearest" });
   };
   figure.onkeydown = (event) => {
     const press = { ArrowRight: step, ArrowLeft: back }[event.key];
