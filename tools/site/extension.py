@@ -6,6 +6,7 @@ repository that a chapter links to.
 """
 
 import itertools
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -22,11 +23,13 @@ from tools.site.side_by_side import id_of, page_of, parts, places_of, whole
 # What the pages link to: pairs of files side by side, and files
 linked_pairs = set()
 linked_files = set()
+# {a page: (the first whose last line says `Next:` of it, its title)}
+before = {}
 
 
 def read_all(app, env, docnames):
     """Every build reads every page: what they show depends on the scripts, too."""
-    docnames[:] = sorted(env.found_docs)
+    docnames[:] = sorted(env.found_docs, key=pages.READING_ORDER.index)
 
 
 def add_to_markdown(app, docname, source):
@@ -41,6 +44,8 @@ def add_to_markdown(app, docname, source):
         if block.kind == "diff":
             linked_pairs.add((block.old, block.new))
         lines[block.line : block.end] = shown(app, docname, page, block)
+    for target in re.findall(r"(?m)^Next: \[.*?\]\((\w+)\.md", source[0]):
+        before.setdefault(target, (docname, page.headings[0][1]))
     if docname == app.config.root_doc:
         for group, names in pages.GROUPS.items():
             names = ["self" if name == docname else name for name in names]
@@ -130,6 +135,7 @@ EXTRAS = {  # {a page, or the folder of several: its own style and script}
 def add_to_page(app, pagename, templatename, context, doctree):
     # The name of the site leads to its start page, not to the first chapter.
     context["master_doc"] = "index"
+    context["before"] = before.get(pagename)
     if doctree:
         context["body"] = sized(context["body"])
     name = EXTRAS.get(pagename.partition("/")[0])
