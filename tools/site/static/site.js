@@ -161,15 +161,31 @@ const MEANT = {
 };
 
 // In a search, the pages of a script that is named come first, then pages and sections with
-// all words of the query in their heading, then other sections, then pages. (What is last here is shown first.)
+// all words of the query in their heading, then other sections, then pages. What is found of
+// a page stands together, and names the page once. (What is last here is shown first.)
 if (typeof Search !== "undefined") {
-  Documentation.ngettext = (one, many, n) => `${n} page${n > 1 ? "s" : ""}`;
-  const { gettext } = Documentation, search = Search._performSearch;
+  const { gettext } = Documentation, { _parseQuery: parse, _performSearch: search } = Search;
+  let pages, also; // for the line above the results
+  Documentation.ngettext = () => `${pages} page${pages > 1 ? "s" : ""}${also ? `; also searched: ${also}` : ""}`;
   Documentation.gettext = (text) => text.startsWith("Your search did not") ? "No page has these words. Try fewer, or others." : gettext(text);
-  Search._performSearch = (query, ...terms) => {
-    const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")];
-    const words = (MEANT[typed] ?? typed).split(/\s+/);
-    const has = (title) => words.every((x) => ` ${title.toLowerCase()}`.includes(x));
+  // One operation has several spellings, and what is meant is searched as well.
+  const formsOf = (typed) => {
+    const [, one, two] = typed.match(/^(all|reduce|no)[-_ ]?(reduce|gather|scatter|sync)$/) ?? [];
+    return one ? [`${one}_${two}`, one + two, `${one}-${two}`] : [typed, MEANT[typed]].filter(Boolean);
+  };
+  Search._parseQuery = (query) => {
+    const forms = formsOf(query.toLowerCase().trim()), [, ...terms] = parse(forms.at(-1));
+    if (forms.length === 3) {
+      terms[0] = terms[2] = new Set(forms); // and not all that is called "all"
+      localStorage.setItem("sphinx_highlight_terms", forms.join(" "));
+    }
+    return [query, ...terms];
+  };
+  Search._performSearch = (query) => {
+    const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")], forms = formsOf(typed);
+    also = forms.filter((x) => x !== typed).join(", ");
+    const inGlossary = /^(all_gather|reduce_scatter)$/.test(forms[0]) ? "Collective" : "";
+    const has = (title) => title === inGlossary || forms.some((form) => form.split(/\s+/).every((x) => ` ${title.toLowerCase()}`.includes(x)));
     const { alltitles, docnames, filenames, titles } = Search._index;
     const headings = Object.entries(alltitles)
       .filter(([title]) => has(title))
@@ -182,7 +198,15 @@ if (typeof Search !== "undefined") {
       .map(([, page, title]) => [page, title, "", null, 100, "", "title"]).reverse();
     const before = (found, known) => [
       ...found.filter((x) => !known.some((y) => x[0] + x[2] === y[0] + y[2])), ...known];
-    return before(search(query, ...terms).sort((x, y) => !!x[2] - !!y[2]), before(headings, named));
+    const inText = forms.map((form) => search(...parse(form)).sort((x, y) => !!x[2] - !!y[2])).reverse();
+    Search._parseQuery(query); // keeps its words for the pages that are gone to
+    const groups = new Map();
+    for (const x of [...inText, headings, named].reduce(before).reverse()) groups.set(x[0], [...groups.get(x[0]) ?? [], x]);
+    pages = groups.size;
+    return [...groups.values()].flatMap(([first, ...rest]) => [
+      first.with(1, first[1].replace(" > ", " › ")),
+      ...rest.filter((x) => x[2]).map((x) => x.with(1, x[1].replace(/^.* > /, "› ")).with(6, "section")),
+    ]).reverse();
   };
   // Below a result stands some of its text, and neither code nor tables.
   const { htmlToText } = Search;
