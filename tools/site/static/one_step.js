@@ -106,7 +106,7 @@ function draw(v, width) {
   const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
   const end = x(compute), begin = x(computed[0][1]);
   if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${times(step - compute)}`, "red b mid"));
-  const above = isDdp ? 78 : 40; // from the row of the link to that of the GPUs: DDP has bands between them
+  const above = isDdp ? 92 : 60; // from the row of the link to that of the GPUs: DDP has bands between them
   y += above + 8;
   // Red where GPUs wait, green where they compute.
   const send = (ends, y, height) => {
@@ -123,33 +123,37 @@ function draw(v, width) {
     const some = sent.slice(i, i + per), last = some.at(-1)[1], from = last - sum(some.map((z) => z[1] - z[0]));
     if (isDdp) {
       const b = begin + ready[Math.min(i + per, sent.length) - 1][0] / job.bytes * (end - begin), [to, at0] = [x(last), x(from)];
-      if (isShown([from, last]) && (last <= cut || from >= resumed)) out.push(`<path class="band ${to > end + 1 ? "red" : "green"}" d="M${at(a)} ${y - 46}H${at(b - 1)}`
+      if (isShown([from, last]) && (last <= cut || from >= resumed)) out.push(`<path class="band ${to > end + 1 ? "red" : "green"}" d="M${at(a)} ${y - above + 32}H${at(b - 1)}`
         + `L${at(Math.max(to - 1, at0 + 1))} ${y}H${at(at0)}z"/>`);
       a = b;
     }
     send([from, last], y, between.length ? 15 : 32);
   }
   for (const ends of between) send(ends, y + 17, 15);
+  out.push(`<path class="axis" d="M${left} ${y + 42}v-4H${right}v4"/>`, write(left, y + 55, "0", "soft"), write(right, y + 55, times(step), "soft end"));
   if (gap) {
     const middle = x(cut) + gap / 2;
-    out.push(box(middle - 7, y - above - 2, 14, above + 36, "paper"));
+    out.push(box(middle - 7, y - above - 2, 14, above + 46, "paper"));
     for (const top of [y - above, y]) for (const side of [-7, 7]) out.push(`<path class="line" d="M${at(middle + side - 4)} ${top + 32}l8 -32"/>`);
   }
-  const part = (down, head, words) => (put(y += down, [head], "ink b"), put(y += 19, [words], "soft"));
   const what = isDdp ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "The link sends weights and gradients";
-  part(50, sent.length ? what : "One GPU sends nothing", isDdp ? "green: sent during backward; red: GPUs wait" : "green: sent while GPUs compute; red: GPUs wait");
+  put(y - 8, [sent.length ? what : "One GPU sends nothing"], "ink b halo");
+  put(y += 78, [`green: sent ${isDdp ? "during backward" : "while GPUs compute"}; red: GPUs wait`], "soft");
   if (between.length) put(y += 19, ["above: in a machine; below: between them"], "soft");
   if (gap) put(y += 19, [`//: ${times(resumed - cut)} are left out`], "soft");
-  part(36, `Memory of a GPU: ${best}`, "activations come on top: they are not counted");
+  put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
+  put(y += 19, ["activations come on top: they are not counted"], "soft");
   const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
   y += 22;
   out.push(write(line, y, `${gb} GB`, "ink b mid"), write(right - 74, y, "needs", "soft end"), write(right, y, "efficiency", "soft end"));
   for (const [name, parts] of memory) {
     put((y += 28) - 4, [name], "ink b");
-    const most = v["memory-gb"] / 0.8; // what is too large is cut
+    // What is too large is cut. Of the parts that begin behind the cut, each is drawn equally wide.
+    const ends = parts.map((_, i) => sum(parts.slice(0, i + 1)) / v["memory-gb"] * 0.8), behind = fits(parts) ? 0 : ends.slice(0, 2).filter((x) => x > 0.85).length;
+    const end = (i) => i < 2 - behind && ends[i] < 1 ? ends[i] : fits(parts) ? ends[i] : 1 - 0.05 * (2 - i);
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, Math.max(3 * i + 3, Math.min(1, sum(parts.slice(0, i + 1)) / most) * full), 21, kinds[i]));
-    if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + 0.92 * full)} ${y + 3}l8 -24"/>`);
+      out.push(box(start, y - 19, Math.max(3 * i + 3, end(i) * full), 21, kinds[i]));
+    if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + (0.95 - 0.05 * behind) * full - 4)} ${y + 3}l8 -24"/>`);
     const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
     out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
   }
@@ -188,11 +192,11 @@ function explore(picture) {
   const sliders = (more) => FIELDS.filter(([name]) => MORE.includes(name) === more).map(([name, [label, , , stops]]) =>
     `<label>${label} <b></b><input type="range" name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("");
   figure.innerHTML = `<p class="presets">${presets}</p><form>${sliders(false)}<details><summary>More</summary><span>${sliders(true)}</span></details></form><em></em><div></div>`
-    + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p><code></code> <button type="button">Copy</button></p><span role="status"></span>';
+    + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p class="highlight command"><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
   // What the picture says need not be said below it as well.
-  const inSight = new IntersectionObserver(([{ isIntersecting }]) => status.classList.toggle("said", isIntersecting));
+  const inSight = new IntersectionObserver(([{ isIntersecting, boundingClientRect: { top } }]) => status.classList.toggle("said", isIntersecting || top < 0));
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name])

@@ -1,6 +1,9 @@
 // Everything here is an extra: the pages can be read without it.
 "use strict";
 
+// The page is shown when all of it is done, so that nothing moves (site.css).
+addEventListener("DOMContentLoaded", () => document.documentElement.classList.add("laid-out"));
+
 const all = (selector) => [...document.querySelectorAll(selector)];
 
 // The list of pages shows the current one in its middle.
@@ -221,7 +224,7 @@ if (typeof Search !== "undefined") {
     const count = (start) => [...words].filter((x) => lower.slice(start, start + 160).includes(x)).length;
     const starts = [...lower.matchAll(/ /g)].map((x) => x.index + 1).filter((i) => [...words].some((x) => lower.startsWith(x, i)));
     const start = starts.reduce((best, x) => count(x) > count(best) ? x : best, 0);
-    const from = Math.max(0, start - 80), end = from + 260, shown = document.createElement("p");
+    const from = Math.max(0, Math.min(start - 80, text.length - 260)), end = from + 260, shown = document.createElement("p");
     const said = from ? `… ${text.slice(from, end).replace(/^\S* /, "")}` : text.slice(0, end);
     shown.className = "context";
     shown.textContent = end < text.length ? said.replace(/ \S*$/, " …") : said;
