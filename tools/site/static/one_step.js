@@ -195,8 +195,9 @@ function explore(picture) {
     + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p class="highlight command"><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
-  // What the picture says need not be said below it as well.
-  const inSight = new IntersectionObserver(([{ isIntersecting, boundingClientRect: { top } }]) => status.classList.toggle("said", isIntersecting || top < 0));
+  // At the sliders, the answer is said at the foot of a phone, unless the picture shows it.
+  const isSeen = (x) => x.getBoundingClientRect().top < innerHeight && x.getBoundingClientRect().bottom > 0;
+  const inSight = new IntersectionObserver(() => status.classList.toggle("said", !isSeen(form) || isSeen(drawing.querySelector(".percent"))));
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name])
@@ -210,7 +211,7 @@ function explore(picture) {
     const answer = [...drawing.querySelectorAll(".h")].at(-1);
     answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
     inSight.disconnect();
-    inSight.observe(answer);
+    for (const x of [answer, form]) inSight.observe(x);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;
     command.innerHTML = (`python cluster/predict.py --parameters ${typed(values.parameters)} --step-ms ${values["step-ms"]}`
       + ` --link ${values.gbit}Gbit --inside ${values.inside}GB/s --nodes ${values.machines} --gpus ${values.gpus}`).replace(/--\S+ \S+/g, "<span>$&</span>");
