@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.nn import Buffer, Linear, Sequential, Tanh
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 
 import single_gpu
 import utils
@@ -25,7 +25,6 @@ from tools.prove import cases
 from tools.scripts import SCRIPTS, ancestry, definition
 
 BF16 = torch.bfloat16
-F32 = torch.float32
 F64 = torch.float64
 
 
@@ -153,19 +152,16 @@ def sparse():
 MODELS = {
     "MLP": mlp,
     "repeated block": lambda: twice(Linear(20, 20)),
-    "nested blocks": lambda: Sequential(Sequential(mlp()), Linear(1, 1)),
     "tied across blocks": tied,
     "BatchNorm": lambda: mlp(nn.BatchNorm1d(12)),
     "random numbers": lambda: mlp(Draws(0.3)),
-    "weight_norm": lambda: mlp(weight_norm(Linear(12, 12))),
-    "new weight_norm": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
+    "weight_norm": lambda: mlp(parametrizations.weight_norm(Linear(12, 12))),
     "spectral_norm": lambda: mlp(parametrizations.spectral_norm(Linear(12, 12))),
     "LSTM": lstm,
     "TransformerEncoder": encoder,
     "scalar": scalar,
     "complex": complex_weight,
     "bfloat16": lambda: Sequential(cast(BF16), mlp().to(BF16), cast(F64)),
-    "float32": lambda: Sequential(cast(F32), mlp().to(F32), cast(F64)),
     "frozen": lambda: Sequential(Linear(20, 8).requires_grad_(False), Linear(8, 1)),
     "unused on one rank": lambda: sometimes(lambda step: utils.get_rank() == 0),
     "unused on all ranks": lambda: sometimes(lambda step: False),
@@ -240,8 +236,6 @@ def groups(parameters):
 OPTIMIZERS = {
     "fused": partial(optim.Adam, lr=0.01, fused=True),
     "fused SGD": partial(optim.SGD, lr=0.01, fused=True),
-    "foreach": partial(optim.Adam, lr=0.01, foreach=True),
-    "tensor as rate": lambda parameters: optim.Adam(parameters, torch.tensor(0.01)),
     "groups": groups,
     "some parameters": lambda parameters: optim.SGD(parameters[:1], 0.01),
     **{name: partial(getattr(optim, name), lr=0.01) for name in OF_PYTORCH},

@@ -74,7 +74,6 @@ ddp_by_hand | SparseAdam | RuntimeError: reshape is not | it flattens gradients
 gradient_accumulation | BatchNorm, spectral_norm | differs | it sees parts
 gradient_accumulation | random numbers, unused in the last step | differs | parts
 gradient_accumulation | class weights, ignore_index | differs | parts divide
-mixed_precision | float32 | differs | autocast rounds
 mixed_precision, real_job | SparseAdam | NotImplementedError | it takes the norm
 ddp2 | output in an object | TypeError: empty_like() | it gathers tensors
 real_job | output in an object | AttributeError: 'Output' | it counts right classes
