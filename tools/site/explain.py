@@ -68,6 +68,9 @@ def words_by_text(name):
 
 def diff_html(old, new, lines):
     """A diff with the colours of its language, and its changed words marked."""
+    text = "\n".join([*lines, ""])
+    # Blank lines at the edges of a change say nothing.
+    lines = re.sub(r"(?m)^(@@.*\n)(\+\n)+|^(\+\n)+(?=@@|\Z)", r"\1", text).splitlines()
     runs = []
     for sign, run in groupby(lines, lambda line: line[:1]):
         known = words_by_text(old if sign == "-" else new)

@@ -38,8 +38,7 @@ def add_to_markdown(app, docname, source):
     lines = [*page.lines]
     for block in reversed(page.blocks):
         if block.kind in ("diff", "scripts"):
-            links = [f'<a href="{url}">{text}</a>' for url, text in beside(block)]
-            text = f'<p class="beside">Side by side: {", ".join(links)}</p>'
+            text = f'<p class="beside">Side by side: {beside(block)}</p>'
             lines[block.end + 1 : block.end + 1] = ["", text, ""]
         if block.kind == "diff":
             linked_pairs.add((block.old, block.new))
@@ -55,14 +54,16 @@ def add_to_markdown(app, docname, source):
 
 
 def beside(block):
-    """[(address, text)] of what shows a block's diff, or any two scripts."""
+    """Links to what shows a block's diff, or any two scripts."""
     if block.kind == "scripts":
-        return [("side_by_side/index.html", "any two of the scripts")]
-    url = f"{page_of(block.old, block.new)}.html"
-    of = f"of {len(hunks(block.old, block.new))}"
+        return '<a href="side_by_side/index.html">any two of the scripts</a>'
+    link = f'<a href="{page_of(block.old, block.new)}.html'
     numbers = [hunk.number for hunk in block.hunks]
-    changes = [(f"{url}#hunk-{number}", f"change {number} {of}") for number in numbers]
-    return changes or [(url, f"{block.old} and {block.new}")]
+    links = ", ".join(f'{link}#hunk-{number}">{number}</a>' for number in numbers)
+    if not numbers:
+        return f'{link}">{block.old} and {block.new}</a>'
+    changes = "changes" if len(numbers) > 1 else "change"
+    return f"{changes} {links} of {len(hunks(block.old, block.new))}"
 
 
 def link_files(app, doctree):
