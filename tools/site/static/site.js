@@ -4,6 +4,7 @@
 // The page is shown when all of it is done, so that nothing moves (site.css).
 addEventListener("DOMContentLoaded", () => document.documentElement.classList.add("laid-out"));
 
+const MARKS = "sphinx_highlight_terms"; // the theme keeps here what it marks on the next page
 const all = (selector) => [...document.querySelectorAll(selector)];
 
 // The list of pages shows the current one in its middle.
@@ -33,6 +34,13 @@ for (const label of all(".nav-overlay-icon, .toc-overlay-icon")) {
 for (const option of all("article code .pre")) option.classList.toggle("option", /^-.{1,30}$/.test(option.textContent) || option.textContent.length < 33 && !!option.closest("td"));
 for (const pre of all(":is(.highlight-sh, .highlight-console) pre"))
   pre.innerHTML = pre.innerHTML.replace(/(?<=[>\s])-[\w-]{1,30}(?=[\s<=])/g, '<span class="option">$&</span>');
+
+// A long command goes on below, indented.
+for (const pre of all(".highlight-sh pre")) {
+  const lines = pre.innerHTML.match(/^.*\n/gm) ?? [];
+  if (lines.join("") === pre.innerHTML && lines.every((x) => x.split("<span").length === x.split("</span").length))
+    pre.innerHTML = lines.map((x) => `<span class="command-line">${x}</span>`).join("");
+}
 
 // An output in columns scrolls, and others wrap.
 for (const pre of all(".highlight-console pre")) pre.classList.toggle("columns", /\S {3}/.test(pre.textContent));
@@ -77,6 +85,7 @@ for (const pre of all(".highlight-python pre")) {
 for (const pre of all(".highlight-diff pre")) {
   let file, stretch = [];
   const dedent = () => {
+    const adds = !stretch.some((x) => x.localName === "del");
     const indent = indentOf(stretch.map((x) => x.textContent.slice(1)));
     for (const line of stretch.splice(0)) {
       const sign = document.createElement("i"), text = line.firstChild;
@@ -86,6 +95,7 @@ for (const pre of all(".highlight-diff pre")) {
       if (code) code.data = code.data.replace(RegExp(`^ {${indent}}`), "");
       line.style.setProperty("--indent", Math.min(8, Math.max(0, line.textContent.search(/\S/))));
       line.prepend(sign);
+      line.classList.toggle("only", adds);
     }
   };
   for (const line of pre.children) {
@@ -169,6 +179,7 @@ const MEANT = {
 if (typeof Search !== "undefined") {
   const { gettext } = Documentation, { _parseQuery: parse, _performSearch: search } = Search;
   let pages, also; // for the line above the results
+  let marks, phrase, least; // what is marked on a page that is gone to; what is typed or meant; how many of its words do
   Documentation.ngettext = () => `${pages} page${pages > 1 ? "s" : ""}${also ? `; also searched: ${also}` : ""}`;
   Documentation.gettext = (text) => text.startsWith("Your search did not") ? "No page has these words. Try fewer, or others." : gettext(text);
   // One operation has several spellings, and what is meant is searched as well.
@@ -178,12 +189,19 @@ if (typeof Search !== "undefined") {
   };
   Search._parseQuery = (query) => {
     const forms = formsOf(query.toLowerCase().trim()), [, ...terms] = parse(forms.at(-1));
-    if (forms.length === 3) {
-      terms[0] = terms[2] = new Set(forms); // and not all that is called "all"
-      localStorage.setItem("sphinx_highlight_terms", forms.join(" "));
-    }
+    if (forms.length === 3) terms[0] = new Set(forms); // and not all that is called "all"
+    marks = forms.length === 3 ? forms.join(" ") : localStorage.getItem(MARKS);
+    if (forms.length > 1) terms[2] = new Set([...forms, ...parse(forms[0])[3]]);
+    localStorage.removeItem(MARKS);
+    least = forms.length === 2 ? 2 : 1;
+    phrase = RegExp(`(?<!\\w)(?:${forms.map((x) => x.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, "\\s+")).join("|")})`, "gi");
     return [query, ...terms];
   };
+  // The marks go along to a result, and nowhere else.
+  for (const kind of ["click", "auxclick"]) addEventListener(kind, ({ target }) => {
+    if (target.closest("#search-results a")) localStorage.setItem(MARKS, marks);
+    else if (target.closest("a")) localStorage.removeItem(MARKS);
+  });
   Search._performSearch = (query) => {
     const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")], forms = formsOf(typed);
     also = forms.filter((x) => x !== typed).join(", ");
@@ -202,7 +220,7 @@ if (typeof Search !== "undefined") {
     const before = (found, known) => [
       ...found.filter((x) => !known.some((y) => x[0] + x[2] === y[0] + y[2])), ...known];
     const inText = forms.map((form) => search(...parse(form)).sort((x, y) => !!x[2] - !!y[2])).reverse();
-    Search._parseQuery(query); // keeps its words for the pages that are gone to
+    Search._parseQuery(query); // keeps its words, and not those of the last form
     const groups = new Map();
     for (const x of [...inText, headings, named].reduce(before).reverse()) groups.set(x[0], [...groups.get(x[0]) ?? [], x]);
     pages = groups.size;
@@ -211,25 +229,57 @@ if (typeof Search !== "undefined") {
       ...rest.filter((x) => x[2]).map((x) => x.with(1, x[1].replace(/^.* > /, "› ")).with(6, "section")),
     ]).reverse();
   };
-  // Below a result stands some of its text, and neither code nor tables.
-  const { htmlToText } = Search;
-  Search.htmlToText = (html, anchor) => {
-    const page = new DOMParser().parseFromString(html, "text/html");
-    for (const x of page.querySelectorAll("pre, table, nav, h1, :is(h2, h3, h4):first-child")) x.remove();
-    return htmlToText(page.documentElement.outerHTML, anchor);
-  };
-  // It is the part that has most of the words.
+  // Below a result stands its text around what is typed or meant: neither code, tables nor
+  // names of tests. A page that has it nowhere else comes last, with its title alone.
+  const textOf = (x) => x.textContent.replace(/\s+/g, " ").trim();
   Search.makeSearchSummary = (html, words, anchor) => {
-    const text = Search.htmlToText(html, anchor).replace(/\s+/g, " ").trim(), lower = text.toLowerCase();
-    const count = (start) => [...words].filter((x) => lower.slice(start, start + 160).includes(x)).length;
-    const starts = [...lower.matchAll(/ /g)].map((x) => x.index + 1).filter((i) => [...words].some((x) => lower.startsWith(x, i)));
-    const start = starts.reduce((best, x) => count(x) > count(best) ? x : best, 0);
-    const from = Math.max(0, Math.min(start - 80, text.length - 260)), end = from + 260, shown = document.createElement("p");
+    const page = new DOMParser().parseFromString(html, "text/html"), main = page.querySelector("[role=main]"), whole = textOf(main);
+    const names = new Map([...main.querySelectorAll("section[id]")].map((x) => [x, textOf(x.querySelector(":is(h1, h2, h3, h4)")).replace(/.$/, "")]));
+    for (const x of main.querySelectorAll("p")) if (x.textContent.startsWith("Tests: ")) x.remove();
+    for (const x of main.querySelectorAll("pre, table, nav, script, .beside, .ends, section > :is(h1, h2, h3, h4)")) x.remove();
+    // A result that is a page shows, and leads to, the section that has it most often.
+    const place = anchor && page.getElementById(anchor.slice(1)), places = place || !names.size ? [place || main] : [...names.keys()];
+    const starts = [...words].map((x) => x.replace(/i$/, "")); // they are stems
+    let best = { score: 0, at: 0, long: 160, text: textOf(places[0]) };
+    for (const here of places) {
+      const own = here.cloneNode(true);
+      if (here !== place) for (const x of own.querySelectorAll("section[id]")) x.remove();
+      const text = textOf(own), lower = text.toLowerCase(), hits = [...text.matchAll(phrase)];
+      const near = (at) => starts.filter((x) => lower.slice(at, at + 160).includes(x)).length;
+      const found = hits.length ? [{ score: 100 + hits.length, at: hits[0].index, long: hits[0][0].length }]
+        : [...lower.matchAll(/(?<!\w)\w/g)].filter(({ index }) => starts.some((x) => lower.startsWith(x, index))).map(({ index }) => ({ score: near(index), at: index, long: 60 }));
+      for (const x of found) if (x.score > best.score) best = { ...x, text, here };
+    }
+    const { text, at, long, here, score } = best, from = Math.max(0, at - 100), end = at + long + 100, shown = document.createElement("p");
     const said = from ? `… ${text.slice(from, end).replace(/^\S* /, "")}` : text.slice(0, end);
     shown.className = "context";
     shown.textContent = end < text.length ? said.replace(/ \S*$/, " …") : said;
+    queueMicrotask(() => { // it stands below its result then
+      const item = shown.parentNode, link = item.querySelector("a");
+      if (!item.matches(".kind-text") || item.matches(":has(+ .kind-section)")) return;
+      if (score < least && also && whole.search(phrase) < 0) { // it has single words of what is meant
+        item.remove();
+        pages--;
+        Search.status.textContent = Documentation.ngettext();
+      } else if (score < least) last(item);
+      else if (here?.id && here !== places[0]) {
+        link.setAttribute("href", `${link.getAttribute("href")}#${here.id}`);
+        link.textContent += ` › ${names.get(here)}`;
+      }
+    });
     return shown;
   };
+  function last(item) {
+    const list = document.querySelector(".mentions") ?? Search.output.cloneNode();
+    if (!list.parentNode) {
+      const head = document.createElement("p");
+      head.textContent = "Also mentioned in";
+      list.classList.add("mentions");
+      Search.output.after(head, list);
+    }
+    item.querySelector(".context").remove();
+    list.append(item);
+  }
   addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const links = all("#search-results li > a");
@@ -242,7 +292,7 @@ if (typeof Search !== "undefined") {
 }
 
 // A result of a search is scrolled to: its first word below the title.
-if (localStorage.getItem("sphinx_highlight_terms") && !location.hash)
+if (localStorage.getItem(MARKS) && !location.hash)
   addEventListener("load", () => setTimeout(() => {
     const found = all("article .highlighted").find((x) => !x.closest("h1"));
     found?.closest("details")?.setAttribute("open", "");
