@@ -155,7 +155,8 @@ if __name__ == "__main__":
     found = list(sizes())
     for what, most, counts in found:
         largest = max(counts, key=counts.get)
-        print(f"{counts[largest]:8,} of {most:7,} {what}: {largest}")
+        over = " (over, and may not grow)" if largest in OVER else ""
+        print(f"{counts[largest]:8,} of {most:7,} {what}: {largest}{over}")
     wrong = too_large(found)
     print(*wrong, sep="\n")
     sys.exit(bool(wrong))
