@@ -24,7 +24,7 @@ from benchmarks import measured_epoch, report
 from cluster.predict import Cluster, Job, predict
 from tools.run import launch
 from tools.run.hosts import Hosts, why_not
-from tools.run.launch import DISTRIBUTED, OF_THE_TRUNKS_TASK
+from tools.run.launch import DISTRIBUTED
 from tools.run.processes import end_all, temporary_folder
 
 ACCUMULATION = "variants/gradient_accumulation.py"
@@ -179,6 +179,5 @@ if __name__ == "__main__":
         steps=(8, "steps in an epoch"),
         batch_size=(1024, "samples that one process takes in a step"),
     )
-    choices = [name for name in DISTRIBUTED if name in OF_THE_TRUNKS_TASK]
-    parser.add_argument("scripts", nargs="*", choices=choices, metavar="SCRIPT")
+    parser.add_argument("scripts", nargs="*", choices=DISTRIBUTED, metavar="SCRIPT")
     main(parser.parse_args())
