@@ -135,7 +135,7 @@ def llama(tmp_path):
             text = text.replace(old, new)
         script.write_text(text)
         how = {"cwd": tmp_path, "nprocs": nprocs, "OMP_NUM_THREADS": 1}
-        torchrun(script, *options, real=True, **how)
+        torchrun(script, "--lr", 0.003, *options, real=True, **how)
 
     return run
 
