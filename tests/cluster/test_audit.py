@@ -27,7 +27,7 @@ LIKE = " ".join(["--like=python before.py", *SHORT])
 
 def read_blocks(name):
     """{name of a change: (what is said of it, [(old, new)])}, of a file of them."""
-    _, *blocks = (ROOT / "tests/helpers" / name).read_text().split("\n\n")
+    _, *blocks = (ROOT / name).read_text().split("\n\n")
     found = {}
     for block in blocks:
         title, said, diff = f"{block}\n".split("\n", maxsplit=2)
@@ -37,9 +37,9 @@ def read_blocks(name):
     return found
 
 
-MISTAKES = read_blocks("mistakes.diff")
-HARMLESS = read_blocks("harmless.diff")
-UNLIKE = read_blocks("unlike.diff")
+MISTAKES = read_blocks("tests/helpers/mistakes.diff")
+HARMLESS = read_blocks("tests/helpers/harmless.diff")
+UNLIKE = read_blocks("tests/helpers/unlike.diff")
 
 
 class Report(NamedTuple):
