@@ -1,11 +1,10 @@
 """tensor_parallel.py: the training of one process, with layers cut over ranks."""
 
-import inspect
+import re
 
 import pytest
 import torch
 
-from docs.split_your_model.train import clip_grad_norm_
 from tests.helpers.checks import (
     STANDIN,
     assert_same_losses,
@@ -25,7 +24,9 @@ from tools.scripts import ROOT
 NAME = "variants/tensor_parallel.py"
 PARENT = "multinode.py"
 RATE = "lr=0.001", "lr=0.01"
-PAGE = "docs/split_your_model.md"
+FOLDER = "docs/split_your_model"
+LOOP = fence(f"{FOLDER}.md", "def clip_grad_norm_")
+CLIP = re.search(r"def clip_grad_norm_.*?\n\n\n", LOOP, re.S)[0]
 # Layers that stay whole, a frozen one
 MORE = """    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
@@ -52,7 +53,7 @@ def test_any_split_continues_any_other(tmp_path, model):
     step = "        self.optimizer.step()\n"
     clip = "        clip_grad_norm_(self.model, 1.0)\n"
     trainer = "class Trainer:\n"
-    clipping = (trainer, inspect.getsource(clip_grad_norm_) + trainer)
+    clipping = (trainer, CLIP + trainer)
     changes = [(step, clip + step), clipping, SEED, (LAYERS, model)]
     parents_clip = (
         "        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)\n"
@@ -175,53 +176,28 @@ def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
     assert not (tmp_path / "snapshot.pt").exists()
 
 
-SHARDED = """
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import parallel
-
-from docs.split_your_model.train import clip_grad_norm_
-
-dist.init_process_group("gloo")
-device = torch.device("cpu")
-replicas = split = 2
-PLAN = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
-
-def make():
-    torch.manual_seed(0)
-    nn = torch.nn
-    layers = nn.Linear(20, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
-    return nn.Sequential(*layers).double()
-
-def step(model, source):
-    model.zero_grad()
-    model(source).square().sum(1).mean().backward()
-
-whole = make()
-whole_optimizer = torch.optim.AdamW(whole.parameters())
-model = make()
-model.blocks = [model[0]]
-SHARDING
-optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-for _ in range(3):
-    source = torch.randn(8, 20).double()
-    step(whole, source)
-    torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    whole_optimizer.step()
-    step(model, source[mesh["replica"].get_local_rank() :: replicas])
-    clip_grad_norm_(model, 1.0)
-    optimizer.step()
-for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
-    torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=1e-12)
+# The two ranks of a replica round a whole weight's gradient up and down.
+ROUND_OTHERWISE = """\
+        place = mesh.get_local_rank("split") - (split - 1) / 2
+        model.norm.weight.grad.to_local().mul_(1 + 1e-3 * place)
 """
 
 
-def test_fsdp_over_the_replicas_trains_the_same(tmp_path):
-    """Four ranks train the model of one device, with the page's lines."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED.replace("SHARDING\n", fence(PAGE, "fully_shard(")))
-    torchrun("sharded.py", cwd=tmp_path, nprocs=4, PYTHONPATH=ROOT)
+def test_the_pages_loop_trains_the_same(tmp_path):
+    """Two replicas of two ranks, with FSDP between them, and one process."""
+    average = "        average_in_replica(model)\n"
+    loop = LOOP.replace("model = Model()", "model = Model().double()")
+    loop = loop.replace("make_data(2048,", "make_data(128,")
+    loop = loop.replace(average, ROUND_OTHERWISE + average)
+    (tmp_path / "loop.py").write_text(loop)
+    ended = []
+    for nprocs, split in [(1, 1), (4, 2)]:
+        folder = tmp_path / f"of {nprocs}"
+        words = ["../loop.py", split]
+        torchrun(*words, cwd=folder, nprocs=nprocs, PYTHONPATH=ROOT / FOLDER)
+        snapshot = load(folder / "loop.pt")
+        ended.append((snapshot["MODEL_STATE"], snapshot["OPTIMIZER_STATE"]["state"]))
+    torch.testing.assert_close(*ended, rtol=0, atol=1e-8)
 
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):

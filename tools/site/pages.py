@@ -33,7 +33,7 @@ RUN = (
 )
 MARKERS = {  # what stands in the comment, and its kind
     "not run here: (?P<text>.+)": "not run here",
-    r"file (?P<text>[\w-]+\.\w+)": "file",
+    r"file (?P<text>[\w/-]+\.\w+)": "file",
     "scripts": "scripts",
     RUN: "run",
     r"code (?P<new>[^\s:]+):(?P<texts>(?: `[^`]+`)+)": "code",
