@@ -120,6 +120,20 @@ def compute_in_bfloat16(reduce_dtype):
     say("precision", f"reduced in {reduce_dtype}: {mean:.6f}, in {model.weight.dtype}")
 
 
+def thaw(forward_first):
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    shard(model, *model, mp_policy=policy)
+    rows = tokens.float()[None]
+    if forward_first:
+        with torch.no_grad():
+            model(rows)
+    for trained in (False, True):
+        model[0].requires_grad_(trained)
+        error = error_of(lambda: model(rows).sum().backward())
+    say("thaw", f"after a forward: {forward_first}:", error[:66])
+
+
 def save_on_rank_0():
     tensor = shard(torch.nn.Linear(4, 4)).state_dict()["weight"]
     local = tuple(tensor.to_local().shape)
@@ -139,5 +153,7 @@ if __name__ == "__main__":
     load()
     compute_in_bfloat16(torch.bfloat16)
     compute_in_bfloat16(torch.float32)
+    thaw(forward_first=False)
+    thaw(forward_first=True)
     save_on_rank_0()
     dist.destroy_process_group()
