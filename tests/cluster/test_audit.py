@@ -176,9 +176,8 @@ IN_FORKS = {"real": False, "hooks": [use_forks]}
 def run_audit(folder, *words, status, real=True, hooks=()):
     """Done of `python audit.py WORDS`, which ends with this exit status."""
     words = ["python", ROOT / "cluster/audit.py", *words]
-    done = Program(words, folder, real, hooks=hooks, PYTHONPATH=ROOT).finish()
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    program = Program(words, folder, real, hooks=hooks, PYTHONPATH=ROOT)
+    return program.end_with(status)
 
 
 @pytest.mark.parametrize("name", UNLIKE)
@@ -218,8 +217,7 @@ def test_a_name_that_pytorch_has_given_up(tmp_path):
     plant("cluster/audit_watch.py", tmp_path, gone)
     script = plant("cluster/audit.py", tmp_path)
     words = ["python", script, "python", "-c", "import torch; print('ended')"]
-    done = Program(words, tmp_path).finish()
-    assert done.returncode == 2
+    done = Program(words, tmp_path).end_with(2)
     assert done.stdout == "ended\n"
     assert "this process is not watched: AttributeError" in done.stderr
 

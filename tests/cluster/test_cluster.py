@@ -90,7 +90,7 @@ def test_which_endpoint_a_machine_takes_for_itself(tmp_path):
                 conf=f"{conf},read_timeout=2",
             )
             job = host.start(command, **ENV)
-            assert job.finish().returncode == status, job.output
+            job.end_with(status)
             assert said in job.output
 
 
@@ -165,7 +165,7 @@ def test_the_host_of_the_rendezvous_dies(tmp_path):
         first, second = start_on([one, other], words_of(script, "1000000 2"))
         first.wait_for("epoch 5/")
         one.kill()
-        assert second.finish().returncode == 1
+        second.end_with(1)
         assert "RendezvousConnectionError: The connection" in second.output
         kept = load(other.folder)["EPOCHS_RUN"]
         assert kept >= 4
@@ -211,7 +211,7 @@ def test_a_link_is_cut(tmp_path):
             (second, len(second.output), "RendezvousConnectionError"),
             (first, len(first.output), "RendezvousTimeoutError"),
         ):
-            assert job.finish().returncode == 1
+            job.end_with(1)
             said = job.output[before:]
             assert "Timed out waiting 10000ms" in said
             assert error in said

@@ -225,8 +225,7 @@ def test_bad_input(tmp_path):
         ("has to name all, this host", hosts, {}),
     ):
         words = ["python", ROOT / NAME, *words.split()]
-        done = Program(words, tmp_path, **QUIET, **env).finish()
-        assert done.returncode == 2, done
+        done = Program(words, tmp_path, **QUIET, **env).end_with(2)
         assert not done.stdout
         assert re.fullmatch(f"preflight.py: error: .*{said}.*\n", done.stderr)
 
@@ -240,8 +239,7 @@ def test_a_process_that_fails_or_hangs_says_so(tmp_path):
     computes = "    ones = torch.ones(size, size, device=device)\n"
     script = plant(NAME, tmp_path / "copy", (computes, planted + computes))
     words = f"python {script} --nproc-per-node=3 --standalone --timeout=24 --cpu"
-    done = Program(words.split(), tmp_path, real=True, **QUIET).finish()
-    assert done.returncode == 1, done
+    done = Program(words.split(), tmp_path, real=True, **QUIET).end_with(1)
     for what in (
         r"rank 1 on \S+, allocating and computing on cpu: RuntimeError: planted",
         r"rank 0 on \S+, connecting all processes \(gloo\), .*: Dist",

@@ -43,17 +43,13 @@ def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
     if not real:
         hooks = [compile_without_a_pool, *hooks]
-    done = Program(words, folder, real, hooks=hooks, **env).finish()
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    return Program(words, folder, real, hooks=hooks, **env).end_with(status)
 
 
 def sample(folder, options, status=0):
     """Run mingpt.sample: Done. options: as typed."""
     words = f"python -m mingpt.sample {options}".split()
-    done = Program(words, folder, PYTHONPATH=ROOT).finish()
-    assert done.returncode == status, done.stderr
-    return done
+    return Program(words, folder, PYTHONPATH=ROOT).end_with(status)
 
 
 def long_run(folder, options, hooks=(), **how):

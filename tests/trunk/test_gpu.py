@@ -74,9 +74,7 @@ def run_on_gpu(*words, cwd, nprocs=None, status=0, **env):
     if nprocs:
         start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
     env = environment(ROOT / "multigpu.py", env or ENV)
-    done = Program([*start, *words], cwd, REAL, **env).finish()
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    return Program([*start, *words], cwd, REAL, **env).end_with(status)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -142,10 +142,10 @@ def launch(script, *arguments, timeout_s=None, **how):
     return done
 
 
-def train(script, *arguments, **how):
+def train(script, *arguments, timeout_s=None, **how):
     """`launch`, and insist that it ends well."""
-    done = launch(script, *arguments, **how)
-    assert done.returncode == 0
+    done = start(script, *arguments, **how).succeed(timeout_s)
+    print(done.stdout, done.stderr)
     return done
 
 

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -100,7 +101,7 @@ class Program:
 
     def __init__(self, words, cwd, real=False, merged=False, hooks=(), **env):
         assert not (real and hooks)
-        words = [str(word) for word in words]
+        self.words = [str(word) for word in words]
         if cwd:
             os.makedirs(cwd, exist_ok=True)
         environment = clean_env(**env)
@@ -115,7 +116,7 @@ class Program:
                 err = out
             if real:
                 self.process = subprocess.Popen(
-                    words,
+                    self.words,
                     cwd=cwd,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -129,7 +130,7 @@ class Program:
                 # is started without it.
                 from tools.run import warm
 
-                self.pid = warm.fork(words, cwd, environment, out, err, hooks)
+                self.pid = warm.fork(self.words, cwd, environment, out, err, hooks)
         self.running.add(self)
 
     def poll(self):
@@ -156,9 +157,10 @@ class Program:
             return found or ended
 
         found = wait(found_or_ended, TIMEOUT_S)
-        assert found is not True, f"it ended without {pattern!r}:\n{self.output}"
+        assert found is not True, self.failure(f"ended without printing {pattern!r}")
         if not found:
-            raise TimedOut(f"no {pattern!r} within {TIMEOUT_S} s:\n{self.output}")
+            reason = f"did not print {pattern!r} within {TIMEOUT_S} s"
+            raise TimedOut(self.failure(reason))
         return found
 
     def finish(self, timeout_s=None):
@@ -169,16 +171,25 @@ class Program:
             self.timed_out = True  # also for all who ask again
             self._end()
         self.running.discard(self)
-        texts = [*map(text_of, self.files)]
         if self.timed_out:
-            raise TimedOut("\n".join([f"no end within {timeout_s} s:", *texts]))
-        return Done(self.poll(), *texts)
+            raise TimedOut(self.failure(f"did not end within {timeout_s} s"))
+        return Done(self.poll(), *map(text_of, self.files))
+
+    def end_with(self, status, timeout_s=None):
+        """`finish`, and insist on this exit status."""
+        done = self.finish(timeout_s)
+        ended = f"ended with status {done.returncode}, not {status}"
+        assert done.returncode == status, self.failure(ended)
+        return done
 
     def succeed(self, timeout_s=None):
         """`finish`, and insist that it ends well."""
-        done = self.finish(timeout_s)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
+        return self.end_with(0, timeout_s)
+
+    def failure(self, what):
+        """The command as a person types it, what went wrong, and all it has printed."""
+        printed = "".join(map(text_of, self.files))
+        return f"{shlex.join(self.words)}: {what}\n{printed}"
 
     def _end(self):
         family = descendants(self.pid)
