@@ -3,9 +3,11 @@
 import importlib
 import json
 import re
+import runpy
 
 import torch
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 from tests.hooks.models import float64
 from tools.run.launch import run_script
@@ -63,6 +65,13 @@ def import_script(name):
     return importlib.import_module(name.removesuffix(".py").replace("/", "."))
 
 
+def objects_of(name):
+    """A script's training and held-out data, model, loss function and optimizer."""
+    script = runpy.run_path(ROOT / name)
+    objects = script["load_train_objs"]()
+    return *objects, script["make_optimizer"](objects[2])
+
+
 def stack(samples):
     """(source, targets) of all samples."""
     source, targets = zip(*samples, strict=True)
@@ -91,6 +100,16 @@ def assert_same_weights(place, other):
 def assert_same_snapshot(place, other):
     """Bit for bit."""
     assert same_bits(load(place), load(other))
+
+
+def shape_of(snapshot):
+    """Keys, types and shapes of all that is in a snapshot, without the values."""
+
+    def shape(leaf):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return (leaf.dtype, leaf.shape) if is_tensor else type(leaf)
+
+    return tree_map(shape, snapshot)
 
 
 def fence(page, text):

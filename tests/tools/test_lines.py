@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tools.files import copy_tree, edit
-from tools.prove import lines
+from tools.prove import proof
 from tools.prove.mutants import meaning, mutants
 from tools.run.processes import Program
 from tools.scripts import ALL_EDGES, ROOT
@@ -199,19 +199,19 @@ EMPTY = "import utils\ndef first(a):\n    0\ndef second(a):\n    0\n"
 
 def proofs():
     """{line: the proof of the mutant there} of multigpu.py, which adds all lines."""
-    lines.code_of.cache_clear()
-    lines.code_of_test.cache_clear()
-    text = (lines.ROOT / "multigpu.py").read_text()
+    proof.code_of.cache_clear()
+    proof.code_of_test.cache_clear()
+    text = (proof.ROOT / "multigpu.py").read_text()
     found = {}
     for mutant in mutants(EMPTY, text):
         if mutant.kind == "statement":
-            found[mutant.line] = lines.make_proof(EDGE, mutant, NAMED)
+            found[mutant.line] = proof.make_proof(EDGE, mutant, NAMED)
     return found
 
 
 @pytest.mark.parametrize(("name", "old", "new", "changed"), CHANGES)
 def test_what_makes_a_mutant_run_again(tmp_path, monkeypatch, name, old, new, changed):
-    monkeypatch.setattr(lines, "ROOT", tmp_path)
+    monkeypatch.setattr(proof, "ROOT", tmp_path)
     (tmp_path / "tests").mkdir()
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)

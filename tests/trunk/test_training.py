@@ -15,7 +15,9 @@ from tests.helpers.checks import (
     assert_same_weights,
     hooks_to_compare,
     noted,
+    objects_of,
     observed,
+    shape_of,
     stack,
 )
 from tests.helpers.made_once import made_once
@@ -28,14 +30,13 @@ from tools.run.launch import (
     DISTRIBUTED,
     OF_THE_TRUNKS_TASK,
     UNDER_TORCHRUN,
-    objects_of,
     plant,
     start,
     task_of,
     train,
 )
 from tools.run.processes import Program
-from tools.run.results import load, losses, shape_of
+from tools.run.results import load, losses
 from tools.scripts import EDGES, ROOT, SCRIPTS, own_tests
 
 SINGLE = "single_gpu.py"

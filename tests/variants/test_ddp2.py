@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from tests.helpers.checks import import_script, stack
+from tests.helpers.checks import import_script, objects_of, stack
 from tests.helpers.own_disks import free_port, launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.models import float64
-from tools.run.launch import command, objects_of, plant
+from tools.run.launch import command, plant
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 

@@ -5,9 +5,9 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.helpers.checks import assert_same_snapshot, help_of
+from tests.helpers.checks import assert_same_snapshot, help_of, objects_of
 from tests.helpers.forked import in_a_fork
-from tools.run.launch import objects_of, train
+from tools.run.launch import train
 from tools.run.results import load, losses, weights
 
 NAME = "variants/diloco.py"

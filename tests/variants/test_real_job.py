@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.checks import fence, import_script, noted, stack
+from tests.helpers.checks import fence, import_script, noted, objects_of, stack
 from tests.helpers.made_once import made_once
 from tests.hooks import replace, write
 from tests.hooks.faults import kill_in_step_80
 from tests.hooks.models import changes_objects
 from tests.hooks.notes import note_each
-from tools.run.launch import launch, objects_of, train
+from tools.run.launch import launch, train
 from tools.run.processes import left_over
 from tools.run.results import load
 

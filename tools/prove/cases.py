@@ -18,6 +18,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,11 +121,18 @@ def whole(state):
     return tree_map_only(torch.Tensor, copy, state)
 
 
-def run(name, ranks, replaced, path):
-    """Train two epochs: [the model's last state, the optimizer's], the losses printed.
+class Trained(NamedTuple):
+    """What a script has at the end of its training."""
 
-    The script runs as it is started, but for what `replaced` has. It resumes from
-    `path` and saves to `path` + ".1" and ".2".
+    states: list  # of the model and of the optimizer, as state_dict() has them
+    losses: list  # [(train loss, held-out loss) of each epoch], if this rank prints
+
+
+def run(name, ranks, replaced, path):
+    """Train two epochs: what the script has Trained.
+
+    The script runs as it is started, except for the functions that `replaced` has. It
+    resumes from `path` and saves to `path` + ".1" and ".2".
     """
     ended = []
 
@@ -150,15 +158,15 @@ def run(name, ranks, replaced, path):
     sys.argv = [str(script), *words[words.index("2") :]]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         warm.execute(script, "__main__", [change])
-    return ended[0], losses(Done(0, printed.getvalue(), ""))
+    return Trained(ended[0], losses(Done(0, printed.getvalue(), "")))
 
 
 def attempt(name, ranks, *arguments):
-    """`run` on all ranks: (the first line of the first error, what `run` returns)."""
+    """`run` on all ranks: (the first line of the first error or None, Trained)."""
     fault = None
-    found = None
+    trained = None
     try:
-        found = run(name, ranks, *arguments)
+        trained = run(name, ranks, *arguments)
     except (Exception, CheckpointException) as error:  # which is no Exception
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         fault = (time.monotonic(), line)
@@ -166,11 +174,11 @@ def attempt(name, ranks, *arguments):
         leave()  # so that no rank waits for this one
     faults = [*filter(None, ranks.exchange(fault))]
     if not faults:
-        return None, found
+        return None, trained
     if name in launch.DISTRIBUTED:
         ranks.meet()
     _, first = min(faults)
-    return first, found
+    return first, None
 
 
 def leaves_of(one, other):
@@ -194,47 +202,46 @@ def is_close(one, other):
     return True
 
 
-def losses_agree(printed, others, state):
-    """Whether two lists of printed losses do. state: of the model; bfloat16 rounds."""
-    rounding = 5e-3 if any(map(is_bfloat16, tree_leaves(state))) else 1e-5
+def losses_agree(printed, others, states):
+    """Whether two lists of printed losses agree; `states`: bfloat16 rounds them."""
+    rounding = 5e-3 if any(map(is_bfloat16, tree_leaves(states))) else 1e-5
     shares = [abs(loss / other - 1) for loss, other in leaves_of(printed, others)]
     return max(shares) < rounding
 
 
-def agree(mine, its):
-    """Whether a script and its parent do: (a model's state, the losses) of each."""
-    state, printed = mine
-    its_state, its_printed = its
-    return losses_agree(printed, its_printed, state) and is_close(state, its_state)
+def agree(one, other):
+    """Whether two scripts have Trained one model, with the same losses."""
+    model, _ = one.states
+    other_model, _ = other.states
+    same_losses = losses_agree(one.losses, other.losses, model)
+    return same_losses and is_close(model, other_model)
 
 
 def outcome(name, ranks, replaced, path, others):
-    """(how it went, in words; the model's last state and the losses).
+    """(how it went, in words; what was Trained, or None if this went wrong).
 
-    others: state and losses of its parent. One rank prints, and compares.
+    others: what its parent has Trained, or None. One rank prints, and compares.
     """
-    fault, found = attempt(name, ranks, replaced, path)
+    fault, trained = attempt(name, ranks, replaced, path)
     if fault:
         if "Refused" in fault and glob.glob(f"{path}.[12]*"):
             fault = f"saved, {fault}"
         return fault, None
-    mine, printed = found
-    if not all(same_bits(theirs, mine) for theirs in ranks.exchange(mine)):
+    states, printed = trained
+    if not all(same_bits(theirs, states) for theirs in ranks.exchange(states)):
         return "ranks differ", None
-    fault, found = attempt(name, ranks, replaced, f"{path}.1")
+    fault, resumed = attempt(name, ranks, replaced, f"{path}.1")
     if fault:
         return f"resumed, {fault}", None
-    resumed, printed_later = found
     # On three ranks, the order of a sum depends on DDP's buckets, new after each start.
     same = is_close if ranks.world > 2 else same_bits
-    if not all(ranks.exchange(same(resumed, mine))):
+    if not all(ranks.exchange(same(resumed.states, states))):
         return "resumed, it differs", None
-    if printed and not losses_agree(printed_later, printed[1:], mine):
+    if printed and not losses_agree(resumed.losses, printed[1:], states):
         return "resumed, its losses differ", None
-    ended = (mine[0], printed)
-    if others and printed and not agree(ended, others):
-        return "differs", ended
-    return "equal", ended
+    if others and printed and not agree(trained, others):
+        return "differs", trained
+    return "equal", trained
 
 
 def enter(ranks, name):
@@ -262,10 +269,11 @@ def run_cases(makers, names, replaced, left_out, alone_first):
     together = Ranks(store, rank, world)
     prepare(rank)
     found = {}
-    trained = {}  # {(script, case): its last state and losses}
+    trained = {}  # {(script, case): Trained, or None}
 
-    def train_all(name, ranks, folder, parents):
+    def train_all(name, ranks, parents):
         """parents: the scripts to compare with, the nearest first."""
+        folder = f"{name.replace('/', ' ')} {rank if ranks is alone else 'together'}"
         enter(ranks, name)
         os.makedirs(folder, exist_ok=True)
         found[name] = {}
@@ -280,15 +288,12 @@ def run_cases(makers, names, replaced, left_out, alone_first):
             found[name][case] = how
 
     for name in names:
-        stem = name.replace("/", " ")
         parents = ancestry(name)[-2::-1]
         if name in alone_first:
-            train_all(name, alone, f"{stem} alone {rank}", [])
+            train_all(name, alone, parents=[])
             parents = [name, *parents]
-        if name in launch.DISTRIBUTED:
-            train_all(name, together, f"{stem} together", parents)
-        else:
-            train_all(name, alone, f"{stem} {rank}", parents)
+        ranks = together if name in launch.DISTRIBUTED else alone
+        train_all(name, ranks, parents)
     if rank == 0:
         with open("outcomes.json", "w") as file:
             json.dump(found, file)

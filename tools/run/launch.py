@@ -2,12 +2,11 @@
 
 import functools
 import re
-import runpy
 import shutil
 from pathlib import Path
 
 from tools.files import edit
-from tools.run.processes import Program
+from tools.run.processes import TIMEOUT_S, Program
 from tools.run.warm import ENTRY  # before any tensor is computed
 from tools.scripts import ROOT, SCRIPTS, ancestry, calls, commands, definition
 
@@ -29,13 +28,6 @@ def task_of(name):
 
 
 OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
-
-
-def objects_of(name):
-    """A script's data, model and loss, and its optimizer."""
-    script = runpy.run_path(ROOT / name)
-    objects = script["load_train_objs"]()
-    return *objects, script["make_optimizer"](objects[2])
 
 
 def home(script):
@@ -135,21 +127,21 @@ def start(
     return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 
 
-def launch(script, *arguments, timeout_s=None, **how):
+def launch(script, *arguments, timeout_s=TIMEOUT_S, **how):
     """`start` a script and wait for its end: Done. pytest shows what it has printed."""
     done = start(script, *arguments, **how).finish(timeout_s)
     print(done.stdout, done.stderr)
     return done
 
 
-def train(script, *arguments, timeout_s=None, **how):
+def train(script, *arguments, timeout_s=TIMEOUT_S, **how):
     """`launch`, and insist that it ends well."""
     done = start(script, *arguments, **how).succeed(timeout_s)
     print(done.stdout, done.stderr)
     return done
 
 
-def torchrun(*words, cwd, nprocs=2, timeout_s=None, **how):
+def torchrun(*words, cwd, nprocs=2, timeout_s=TIMEOUT_S, **how):
     """Run `torchrun WORDS` on this machine, and insist that it ends well: Done."""
     one_machine = "torchrun", "--standalone", f"--nproc-per-node={nprocs}"
     return Program([*one_machine, *words], cwd, **how).succeed(timeout_s)

@@ -34,7 +34,7 @@ NOT_INHERITED = (
 
 
 class TimedOut(Exception):
-    """A process did not end in time; to tools/prove/lines.py that is no failure."""
+    """A process did not end in time; to tools/prove/verdict.py that is no failure."""
 
 
 class Done(NamedTuple):
@@ -163,10 +163,8 @@ class Program:
             raise TimedOut(self.failure(reason))
         return found
 
-    def finish(self, timeout_s=None):
+    def finish(self, timeout_s=TIMEOUT_S):
         """Wait for its end: Done. If it hangs, end all that it started: TimedOut."""
-        if timeout_s is None:
-            timeout_s = TIMEOUT_S
         if not wait(lambda: self.poll() is not None, timeout_s):
             self.timed_out = True  # also for all who ask again
             self._end()
@@ -175,14 +173,14 @@ class Program:
             raise TimedOut(self.failure(f"did not end within {timeout_s} s"))
         return Done(self.poll(), *map(text_of, self.files))
 
-    def end_with(self, status, timeout_s=None):
+    def end_with(self, status, timeout_s=TIMEOUT_S):
         """`finish`, and insist on this exit status."""
         done = self.finish(timeout_s)
         ended = f"ended with status {done.returncode}, not {status}"
         assert done.returncode == status, self.failure(ended)
         return done
 
-    def succeed(self, timeout_s=None):
+    def succeed(self, timeout_s=TIMEOUT_S):
         """`finish`, and insist that it ends well."""
         return self.end_with(0, timeout_s)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.utils._pytree import tree_map
 
 
 def losses(done):
@@ -66,13 +65,3 @@ def same_bits(one, other):
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return one == other
-
-
-def shape_of(snapshot):
-    """Keys, types and shapes of all that is in a snapshot, without the values."""
-
-    def shape(leaf):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        return (leaf.dtype, leaf.shape) if is_tensor else type(leaf)
-
-    return tree_map(shape, snapshot)

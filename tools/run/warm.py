@@ -35,6 +35,8 @@ ENTRY = 'if __name__ == "__main__":'
 FRESH_THREADS = torch.get_num_threads()  # what a new interpreter would use here
 torch.set_num_threads(1)  # no pool of threads may exist in a process that forks
 
+start_processes = torch.multiprocessing.start_processes  # `_torchrun` replaces it
+
 # Modules that a copy of the repository has as well: each program imports its own.
 OF_A_COPY = ("utils", "hooks", "variants", "mingpt", "tools", "tests", "benchmarks")
 
@@ -65,18 +67,10 @@ def become(words, hooks=()):
 def _spawn(hooks, fn, args=(), nprocs=1, join=True, daemon=False):
     """`torch.multiprocessing.spawn`, whose processes are forks."""
     rank = functools.partial(_spawned, hooks, fn)
-    return _start_forks(rank, args, nprocs, join, daemon)
+    return _start_forks(rank, args, nprocs, join, daemon=daemon, start_method="fork")
 
 
-def _start_forks(
-    fn,
-    args=(),
-    nprocs=1,
-    join=True,
-    daemon=False,
-    start_method="fork",
-    start_processes=torch.multiprocessing.start_processes,
-):
+def _start_forks(fn, args, nprocs, join, **how):
     """`torch.multiprocessing.start_processes`, whose forks begin when all are there.
 
     While a store's thread looks up the name of a rank that connects, it holds a lock of
@@ -88,7 +82,7 @@ def _start_forks(
         all_forked.wait()
         return fn(*given)
 
-    context = start_processes(begin, args, nprocs, False, daemon, start_method)
+    context = start_processes(begin, args, nprocs, join=False, **how)
     all_forked.set()
     while join and not context.join():
         pass

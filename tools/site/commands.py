@@ -2,15 +2,13 @@
 
 import contextlib
 import difflib
-import itertools
+import functools
 import math
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tools.files import copy_tree, edit, file_names
@@ -23,6 +21,7 @@ from tools.prove.inputs import (
     named_in,
 )
 from tools.prove.record import Proof
+from tools.run.pool import two_at_a_time
 from tools.run.processes import Program, TimedOut, left_over
 from tools.scripts import ROOT, SCRIPTS, docstring
 
@@ -95,7 +94,7 @@ def is_plain(command):
     return bool(not is_real and re.fullmatch(PLAIN, command.text))
 
 
-def run(command, tree):
+def run(tree, command):
     """(exit status, output) of a Block's command in a fresh copy of the folder `tree`.
 
     Status None: its script lacks a text to replace; it was not run.
@@ -218,7 +217,7 @@ def commands_of(pages):
     return found
 
 
-RUNS_THEM = r"tools/(run/(processes|warm)|site/(commands|pages)|files|scripts)\.py"
+RUNS_THEM = r"tools/(run/(pool|processes|warm)|site/(commands|pages)|files|scripts)\.py"
 
 
 def proof_of(command, shown):
@@ -234,34 +233,25 @@ def proof_of(command, shown):
 
 
 def run_all(pages):
-    """Run the commands that are not proven: ({block: its lines}, [what went wrong]).
-
-    Two at a time.
-    """
+    """Run the commands that are not proven: ({block: its lines}, [what went wrong])."""
     # Here, because it imports torch: the site imports this module, too, and runs no
     # command.
     from tools.run import warm
 
     warm.FRESH_THREADS = 1  # two commands at a time share the machine
-    forked = multiprocessing.get_context("fork")
     outputs = {}
     problems = []
     names = [page.name for page in pages]
     here = [proof for proof in record.read() if proof.by == PLACE]
     known = {proof for proof in here if proof.kind in names}
-    proofs = {
-        command: proof_of(command, command.lines) for command in commands_of(pages)
-    }
+    commands = commands_of(pages)
+    proofs = {command: proof_of(command, command.lines) for command in commands}
     record.change(drop=known.difference(proofs.values()))
     left = [command for command in proofs if proofs[command] not in known]
     print(f"{len(proofs) - len(left)} commands print what stands there, as before")
-    with (
-        tempfile.TemporaryDirectory() as tree,
-        # Each worker is a process without threads, so that it may fork.
-        ProcessPoolExecutor(2, mp_context=forked) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as tree:
         copy_tree(Path(tree))
-        results = pool.map(run, left, itertools.repeat(tree))
+        results = two_at_a_time(functools.partial(run, tree), left)
         for command, (status, output) in zip(left, results, strict=True):
             at = f"{command.page.name}:{command.line}: {command.text}"
             print(f"{at}: exit status {status}", flush=True)

@@ -1,0 +1,91 @@
+"""The proof that a test fails without a line, and what this proof depends on."""
+
+import ast
+import difflib
+import functools
+import re
+
+from tools.prove import record
+from tools.prove.record import Proof
+from tools.scripts import ROOT
+
+
+def function_of(test):
+    """A test's id without its parameters."""
+    return test.partition("[")[0]
+
+
+def make_proof(edge, mutant, killer):
+    """The proof by a killer, with a hash of all that it depends on.
+
+    That is the function that the mutant stands in, before and after; what the lines
+    that differ use of utils.py; and the killer. Outside of functions it is the
+    statement alone.
+    """
+    before = statements_of((ROOT / edge[1]).read_text())
+    after = statements_of(mutant.text)
+    old = "\n".join(sorted(before - after))
+    new = "\n".join(sorted(after - before))
+    lines = difflib.ndiff(old.splitlines(), new.splitlines())
+    differ = [line for line in lines if line.startswith(("-", "+"))]
+    parts = [mutant.kind, old, "becomes", new]
+    parts += used_of(code_of("utils.py"), differ)
+    parts.append(code_of_test(function_of(killer)))
+    return Proof(" ".join(edge), label(mutant), killer, record.digest(parts))
+
+
+def label(mutant):
+    return mutant.what.partition(" # ")[0][:50]
+
+
+@functools.cache
+def statements_of(text):
+    """The code of each statement at the top level, and of each method of a class."""
+    return {*codes_in(ast.parse(text))}
+
+
+def codes_in(tree, scope=""):
+    """Yield each statement as code, with its class in front."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from codes_in(node, node.name)
+            node.body = []
+        yield f"{scope}: {ast.unparse(node)}"
+
+
+def used_of(codes, texts):
+    """What of `codes`, {name: code}, these texts name, and what that names."""
+    used = set()
+    to_read = [*texts]
+    while to_read:
+        names = set(re.findall(r"\w+", to_read.pop())) & set(codes) - used
+        used |= names
+        to_read += [codes[name] for name in names]
+    return [codes[name] for name in sorted(used)]
+
+
+@functools.cache
+def code_of(path):
+    """{name: the code that defines it} of what stands at the top level of a file.
+
+    Not the bytes: a comment or an import costs no proof.
+    """
+    codes = {}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
+            continue
+        code = ast.unparse(node)
+        # What a statement sets, and what a loop fills
+        defined = {*re.findall(r"\w+", code.partition("=")[0])}
+        if hasattr(node, "name"):
+            defined = {node.name}
+        for name in defined:
+            codes[name] = codes.get(name, "") + code
+    return codes
+
+
+@functools.cache
+def code_of_test(test):
+    """The code of a test, and of what it uses of its file."""
+    path, _, name = test.partition("::")
+    return "\n".join([test, *used_of(code_of(path), [name])])
