@@ -311,6 +311,9 @@ REPLACED = {
     "variants/ddp2.py": {"evaluate_retrieval": evaluate},
     "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
+# Scripts whose idea changes the numbers with any model: they are compared with
+# themselves on one process, and not with their parents.
+ALONE_FIRST = ["variants/real_job.py"]
 WAITS = "a rank waits for the other until gloo's time-out"
 HANGS = dict.fromkeys(["fsdp", "sharded_snapshot", "preemptible"], WAITS)
 HANGS["diloco"] = "gloo aborts: the ranks send different states"
@@ -327,6 +330,4 @@ if __name__ == "__main__":
     utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
     makers = {case: brought_by_reader(case) for case in chosen}
-    cases.run_cases(
-        makers, names, REPLACED, NOT_RUN, alone_first=["variants/real_job.py"]
-    )
+    cases.run_cases(makers, names, REPLACED, NOT_RUN, ALONE_FIRST)

@@ -92,6 +92,12 @@ real_job | class weights, ignore_index | differs | ranks divide alone
 real_job | some parameters | resumed, it differs | gradients of others enter the norm
 """
 
+HELP = """
+If your script is right, say why in a row of OTHERWISE in this file. If nearly all cases
+"differ", add it to ALONE_FIRST in tests/helpers/zoo.py. If a case hangs, add it to
+NOT_RUN there. CONTRIBUTING.md says more: "Write the script".
+"""
+
 
 def expected():
     """{(script, case): (how the outcome begins, why)}, for those not equal."""
@@ -147,7 +153,7 @@ def test_every_case(outcomes, script, ranks):
             print(f"  {case}: {outcome} ({why})")
         if not outcome.startswith(begins):
             wrong.append(f"{case}: {outcome}, not {begins}")
-    assert not wrong
+    assert not wrong, "\n".join([*wrong, HELP])
 
 
 @pytest.mark.text
