@@ -11,12 +11,12 @@ import signal
 
 import pytest
 
-# All tests run on the CPU, also where there are GPUs, but for those of test_gpu.py.
+# All tests run on the CPU, even where there are GPUs. Only test_gpu.py uses those.
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# A shell that starts pytest in the background makes it ignore Ctrl-C, and with it all
-# that it starts, whose end some tests ask for.
+# If a shell starts pytest in the background, pytest ignores Ctrl-C, and so do the
+# programs that it starts. Some tests end a program in this way.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
@@ -46,8 +46,8 @@ def pytest_addoption(parser):
     )
 
 
-# Gradients are computed in forks, so that tests pass in any order. There models are
-# compiled, too: a build for CUDA would count eight GPUs where there is none.
+# Gradients are computed and models are compiled in forks, so that tests pass in any
+# order: tests/helpers/forked.py says why.
 
 
 def refuse(*_, **__):
@@ -61,7 +61,7 @@ in_this_process.setattr(FakeTensorMode, "__enter__", refuse)  # of each compilat
 os.register_at_fork(after_in_child=in_this_process.undo)
 
 
-left_out = {}  # {option: {folder: how many of its tests}}
+left_out = {}  # {option: {folder: how many of its tests only this option runs}}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -82,7 +82,7 @@ def leave_out(mark, option, config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """The last lines that pytest prints."""
+    """Print which tests were left out, below all that pytest prints."""
     reasons = {
         "--full": "they need new interpreters",
         "--all": "they take long, test the tools or need more than pip",
@@ -99,7 +99,7 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="session")
 def standin(tmp_path_factory):
-    """The stand-in for GPUs is compiled.
+    """Compile the stand-in for GPUs.
 
     This takes a minute, and longer on a busy machine. If a time-out killed the
     compiler, its lock would stay, and later tests would wait for it.
@@ -120,7 +120,8 @@ def standin(tmp_path_factory):
 def runs(folder, name, nprocs=2, hooks=()):
     """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
 
-    It saves every second epoch. In forks. hooks: as of `launch`, in a tuple.
+    The run saves every second epoch. Its processes are forks. hooks: those of `launch`,
+    in a tuple.
     """
     done = launch.train(
         name, 5, 2, cwd=folder, nprocs=nprocs, effective=64, hooks=hooks
@@ -138,7 +139,7 @@ def typed(folder, name):
     (words,) = commands(name)
     real = name in trunk()
     done = Program(words, folder, real, PYTHONPATH=folder).succeed()
-    # torch.profiler logs there that it starts and stops; such lines may mingle.
+    # torch.profiler logs that it starts and stops. The lines of two ranks may mingle.
     complaints = re.sub("(?m)^(USDT:.*)?\n", "", done.stderr)
     return folder, done._replace(stderr=complaints)
 
@@ -147,7 +148,7 @@ def typed(folder, name):
 def killed(folder, name):
     """`killed(name)`: (folder, Done, processes left) of a run like those of `runs`.
 
-    In its third epoch, the last rank gets SIGKILL: it has saved 2 epochs. The scripts
+    The last rank gets SIGKILL in its third epoch, when 2 epochs are saved. The scripts
     of the root run in new interpreters, because how they end is the claim.
     """
     done = launch.launch(
@@ -167,9 +168,10 @@ def killed(folder, name):
 def probes(folder, name, nprocs=2, hooks=()):
     """`probes(name, nprocs=2)`: ([facts of each rank], Done).
 
-    Two epochs over 197 samples, 66 a step on all ranks together, 17 held out: 197 is
-    2 x 66 + 65, and with 3 ranks padding would make a third step of it. The facts are
-    those of tests/hooks/probe.py. `hooks`: others to attach before it, in a tuple.
+    The run takes two epochs with 197 samples, of which all ranks together take 66 in a
+    step, and 17 more are held out. 197 is 2 x 66 + 65: an epoch has two steps, but with
+    3 ranks, padding would make a third. The facts are those of tests/hooks/probe.py.
+    hooks: others to attach before this one, in a tuple.
     """
     hooks = [*hooks, probe]
     done = launch.train(
@@ -181,7 +183,7 @@ def probes(folder, name, nprocs=2, hooks=()):
 
 @pytest.fixture(autouse=True)
 def no_program_is_left():
-    """A test that fails leaves none of its own behind. Nor a process group."""
+    """End the programs that a failed test has left, and allow no process group."""
     before = set(Program.running)
     yield
     end_all(but=before)

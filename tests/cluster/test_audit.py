@@ -67,7 +67,7 @@ def audited(folder, words, home=ROOT):
 
 
 def audited_change(folder, said, changes):
-    """The same of a changed script: `said` is its name, and options."""
+    """The Report of a changed script. said: its name, and options."""
     name, *options = said.split()
     script = plant(name, folder, *changes)
     words = [*TORCHRUN, script, *SHORT]
@@ -77,7 +77,7 @@ def audited_change(folder, said, changes):
 
 
 def audited_training(folder, name):
-    """The same of one of trainings.py."""
+    """The Report of a training of trainings.py."""
     return audited(folder, [*TORCHRUN, ROOT / "tests/helpers/trainings.py", name])
 
 
@@ -94,8 +94,9 @@ def check_passed(report, verdict="AUDIT PASSED"):
     assert report.last.startswith(verdict)
 
 
-# What a mistake spoils is not fine: `test_planted` looks.
-# Ranks that do not step together have other weights; under FSDP, they hold other rows.
+# {a planted mistake: how the facts begin that are not true because of it}. The audit
+# must not call them right. Ranks that do not step together have different weights, and
+# under FSDP, ranks hold different rows.
 NOT_FINE = {
     "each rank decides alone, in another epoch and with another learning rate": (
         "in all steps",
@@ -126,7 +127,7 @@ def test_harmless_change(tmp_path, name):
     check_passed(audited_change(tmp_path, *HARMLESS[name]))
 
 
-# It may be right; but nothing was compared, and not because it was alone.
+# The training may be right, but the audit has seen nothing that it could compare.
 INCOMPLETE = {
     "one_rank_steps_for_all": "AUDIT INCOMPLETE: of 2 processes, 1 made steps"
 }
@@ -134,7 +135,7 @@ INCOMPLETE = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(tmp_path, name):
-    """What could be taken for a mistake, and is none."""
+    """Something that could be taken for a mistake is not called one."""
     verdict = INCOMPLETE.get(name, "AUDIT PASSED")
     check_passed(audited_training(tmp_path, name), verdict)
 
@@ -268,7 +269,7 @@ torch.compile(optimizer.step, backend="eager")()
 
 
 def test_what_a_watched_script_may_do(tmp_path):
-    """What a script may do, and a watched one, too."""
+    """A watched script may do what any other script may do."""
     (tmp_path / "script.py").write_text(PITFALLS)
     done = run_audit(tmp_path, "--folder=.", "python", "script.py", status=0)
     assert " steps on 1 rank; your command exited with 0" in done.stdout

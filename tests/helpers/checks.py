@@ -1,4 +1,4 @@
-"""What the tests of many scripts look at, and compare."""
+"""Look at scripts and at what their runs have left, and compare it."""
 
 import importlib
 import json
@@ -14,15 +14,16 @@ from tools.run.launch import run_script
 from tools.run.results import load, same_bits, weights
 from tools.scripts import ROOT, calls
 
-# With the fixture `standin`: variables for a program whose accelerator it is.
+# A program with these variables has the stand-in as its accelerator. The test that
+# starts it needs the fixture `standin`.
 STANDIN = {"PYTHONPATH": ROOT / "tests" / "standin"}
 
 
 def observed(log):
-    """Variables with which each rank of a program notes its threads of gloo at its end.
+    """Variables with which each rank of a program lists gloo's threads when it ends.
 
-    It must be `real`: forks show none. Without such threads, each writes "[]" to a file
-    of the folder `log`, which is made.
+    Each rank writes the list to a file in `log`, a new folder: "[]" if no thread is
+    left. The program must be `real`, because forks show none.
     """
     log.mkdir()
     observer = ROOT / "tests" / "observer"
@@ -30,14 +31,17 @@ def observed(log):
 
 
 def hooks_to_compare(name):
-    """With these hooks, its numbers are another script's: autocast leaves float64."""
+    """The hooks with which a script's numbers may be compared with another script's.
+
+    autocast leaves float64 alone.
+    """
     return (float64,) if "autocast" in calls(name) else ()
 
 
 def noted(folder, name="noted", ranks=2):
-    """[what each rank has noted]: `write` in tests/hooks/__init__.py writes the files.
+    """[what each rank has noted], from the files of `write` in tests/hooks/__init__.py.
 
-    There must be one of each rank, and no other.
+    There must be one file of each rank, and no other.
     """
     files = sorted(folder.glob(f"{name}.*.json"))
     expected = [folder / f"{name}.{rank}.json" for rank in range(ranks)]
@@ -46,7 +50,10 @@ def noted(folder, name="noted", ranks=2):
 
 
 def replicas(facts):
-    """One rank of each replica. Ranks that share a batch are one, and do the same."""
+    """The facts of one rank of each replica.
+
+    Ranks that share a batch are one replica, and must have done the same.
+    """
     found = {}
     for rank in facts:
         first = found.setdefault(rank["replica"], rank)
@@ -93,12 +100,12 @@ def assert_same_losses(found, expected):
 
 
 def assert_same_weights(place, other):
-    """Of two snapshots, each at a place as of `load`."""
+    """Two snapshots have the same weights; `load` says where a snapshot may be."""
     assert_close(weights(place), weights(other), rtol=0, atol=1e-6)
 
 
 def assert_same_snapshot(place, other):
-    """Bit for bit."""
+    """Two snapshots are the same, bit for bit."""
     assert same_bits(load(place), load(other))
 
 

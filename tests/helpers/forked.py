@@ -1,8 +1,8 @@
 """Compute gradients and compile in a fork, because both count a process' devices.
 
-Later forks of that process would inherit the count: the stand-in for GPUs, whose
-devices appear in a fork, would have none, and a build for CUDA would start the threads
-of eight GPUs. tests/conftest.py refuses both in pytest's own process.
+Later forks of that process would inherit the count. The stand-in for GPUs has its
+devices only in a fork, and would then have none. A PyTorch that is built for CUDA would
+start threads for eight GPUs. tests/conftest.py refuses both in pytest's own process.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 
 
 def in_a_fork(function):
-    """`function`, called in a fork: what it returns comes back, or that it failed."""
+    """`function`, but it runs in a fork: what it returns comes back, or its failure."""
 
     @functools.wraps(function)
     def call(*arguments, **options):

@@ -1,4 +1,4 @@
-"""Runs of mingpt.train on a small text, what they leave, and what may befall them."""
+"""Run mingpt.train on a small text, disturb it, and read what it has left."""
 
 import csv
 import dataclasses
@@ -19,10 +19,10 @@ from tools.scripts import ROOT
 
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
 TINY += " --compile off --precision fp32"
-# Two ranks train on 4 blocks in a step.
+# Each of two ranks then takes 4 blocks in a step, which are 8 together.
 SHARE_OF_TWO = "--batch-size 2 --accumulate 2"
 
-# All that a cut could go wrong at: CRLF, a BOM, tabs, blank lines, 1 to 4 bytes.
+# A text that is easily cut wrongly: CRLF, a BOM, tabs, blank lines, 1 to 4 bytes.
 TRICKY = (
     "\ufeffFirst line, it's 12345 one_two\r\n\r\n\tBär  \n\n 中文字。\n\u3000\u3000"
     "中文 字 x.\n/path\n    def f(x):\n        return 'a' \n🙂 \0 e\u0301\n"
@@ -32,8 +32,8 @@ TRICKY = (
 def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
     """Run mingpt.train on a small text, all of it ASCII: Done.
 
-    options: as typed, besides TINY's. Without `nprocs` python starts it, else torchrun.
-    status: how it must end. real, hooks, env: as of `launch`.
+    options: as typed, besides TINY's. nprocs: the processes that torchrun starts; None
+    if python starts it. status: how it must end. real, hooks, env: those of `launch`.
     """
     words = ["python"]
     if nprocs:
@@ -53,12 +53,12 @@ def sample(folder, options, status=0):
 
 
 def long_run(folder, options, hooks=(), **how):
-    """`gpt` for 8 steps in float64, whose gradients are clipped: see `note_at_end`."""
+    """`gpt` for 8 steps in float64 with clipped gradients, and with `note_at_end`."""
     options = f"--steps 8 --eval-every 4 --clip 0.5 --block-size 18 {options}"
     return gpt(folder, options, hooks=[float64, note_at_end, *hooks], **how)
 
 
-# What a run leaves
+# Read and compare the files that a run has left
 
 
 def snapshot(folder):
@@ -88,9 +88,10 @@ def check_runs(one, other, *losses):
 
 
 def check_resumes(folder, options, disturb, status, resumes_at, run=gpt, **how):
-    """A run that ends early goes on as one that did not: bit by bit. Returns its Done.
+    """A run that was ended resumes, and ends with the bits of one that was not.
 
-    disturb: the hook that ends it. status: its exit status.
+    Returns the Done of the resumed run. disturb: the hook that ends the run before it.
+    status: the exit status of that run.
     """
     whole = folder / "whole"
     stopped = folder / "stopped"
@@ -107,14 +108,15 @@ def check_resumes(folder, options, disturb, status, resumes_at, run=gpt, **how):
 
 
 def compile_without_a_pool(_):
-    """A pool of processes that compile does not survive a fork."""
+    """Compile in this process, because a pool of processes does not survive a fork."""
     torch._inductor.config.compile_threads = 1
 
 
 def at_step(number, befall, rank=0, ask_every=10):
-    """The hook that calls `befall(trainer)` before a step of this process, on a rank.
+    """The hook that calls `befall(trainer)` on one rank, before a step.
 
-    Its first step is number 1. Ranks ask each other for SIGTERM every `ask_every`.
+    The first step of this process is number 1. Every `ask_every` steps, the ranks ask
+    each other whether one of them has got SIGTERM.
     """
 
     def befall_one(trainer):
@@ -133,7 +135,10 @@ def get_sigterm(_):
 
 
 def float64(script):
-    """Sums in any order agree to the last digits. Each rank draws other weights."""
+    """Train in float64, where sums in any order agree to the last digits.
+
+    Each rank draws other weights.
+    """
 
     def load_train_objs(inner, configuration):
         rank = int(os.environ.get("RANK", 0))

@@ -1,4 +1,4 @@
-"""torchrun, but SIGKILL comes 1 s after a process has failed, and not after 30 s."""
+"""torchrun, but it sends SIGKILL 1 s after a process has failed, and not after 30 s."""
 
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.run import main

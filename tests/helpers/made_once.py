@@ -9,7 +9,8 @@ import pytest
 def made_once(run):
     """The fixture of this name: a function that returns what `run(folder, ...)` does.
 
-    With the same arguments it returns the same again. folder: a new one for each run.
+    Called again with the same arguments, it returns the same. folder: a new one for
+    each run.
     """
     signature = inspect.signature(run)
 

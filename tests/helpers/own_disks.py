@@ -1,6 +1,6 @@
-"""Ranks on disks of their own, as on several machines, without torchrun.
+"""Start ranks on disks of their own, as on several machines.
 
-Its own exit status would hide theirs.
+torchrun does not start them, because its exit status would hide theirs.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from tools.scripts import ROOT
 
 
 def launch_on_own_disks(script, *arguments, cwd, nprocs=2, hooks=(), **env):
-    """[Done of each rank]. Each is a fork in a folder of its own, `cwd`/RANK.
+    """[Done of each rank]. Each rank is a fork in a folder of its own, `cwd`/RANK.
 
-    As of machines with one process each, its local rank is 0, if `env` sets no other.
+    As on machines with one process each, all local ranks are 0, unless `env` sets them.
     """
     store = torch.distributed.TCPStore("localhost", 0, is_master=True)
     env = environment(script, env) | {
@@ -35,7 +35,7 @@ def launch_on_own_disks(script, *arguments, cwd, nprocs=2, hooks=(), **env):
 
 
 def free_port():
-    """A port that is free, and that no process is given when it asks for any."""
+    """A free port, from a range that no process gets when it asks for any port."""
     while True:
         number = random.randrange(20000, 30000)
         with contextlib.suppress(OSError), socket.create_server(("", number)):

@@ -20,8 +20,8 @@ def check_picture(name, svg, folder):
     assert kept.read_text() == svg, f"stale: cp {drawn} {kept}"
 
 
-# Once site.js has looked at what scrolls sideways in the new width: with all unfolded,
-# what axe-core finds.
+# What axe-core finds on a page with nothing folded. After two frames, site.js has
+# looked at what scrolls sideways in the new width.
 BARRIERS = """async () => {
     for (const fold of document.querySelectorAll("details")) fold.open = true;
     await new Promise((done) =>

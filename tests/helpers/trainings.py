@@ -1,8 +1,9 @@
 """Small trainings for the audit: torchrun ... trainings.py NAME
 
 Those in WRONG make a mistake, in the line that says so. Those in RIGHT are right,
-though each does something that could be taken for a mistake. Where some changed lines
-of the converted script show the same, they stand in mistakes.diff and harmless.diff.
+though each does something that could be taken for a mistake. If a mistake takes only
+a few changed lines in a script of the docs, it stands in mistakes.diff instead, and
+what is harmless in harmless.diff.
 """
 
 import itertools

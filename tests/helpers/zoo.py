@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Draws(nn.Dropout):
-    """It draws from PyTorch, from `random` and from NumPy, as data may."""
+    """Dropout that also draws from `random` and from NumPy, as a reader's data may."""
 
     def forward(self, source):
         if self.training:
@@ -138,7 +138,7 @@ def complex_weight():
 
 
 def in_an_object():
-    """Nobody finds the tensor in the output, but the loss."""
+    """Its output is an object, in which only the loss finds the tensor."""
     return Net(lambda net, source: Output(net.layer(source)), layer=Linear(20, 1))
 
 
@@ -226,7 +226,7 @@ def momentum(parameters):
 
 
 def groups(parameters):
-    """One for each parameter, in the other order, with rates of their own."""
+    """A group for each parameter, in reverse order, with a rate of its own."""
     settings = []
     for parameter in reversed(parameters):
         settings.append({"params": [parameter], "lr": 1 / len(parameter)})
@@ -243,7 +243,7 @@ OPTIMIZERS = {
 
 
 class Case(NamedTuple):
-    """What makes its model, its optimizer and its loss."""
+    """The functions that make its model, its optimizer and its loss."""
 
     model: Callable = mlp
     optimizer: Callable = momentum
@@ -262,7 +262,7 @@ NOT_MLP = [name for name, case in CASES.items() if (case.model, case.loss) != ML
 
 class Data(list):
     def set_epoch(self, epoch):
-        """Nothing: its samples are not random, as those of real_job.py."""
+        """Do nothing. real_job.py calls it, whose own samples are random."""
 
 
 def brought_by_reader(case):
@@ -295,7 +295,7 @@ def blocks_of(model):
 
 
 def evaluate(seen, loss_fn):
-    """The mean over the samples of all ranks, as other scripts than ddp2.py have it."""
+    """The mean loss over the samples of all ranks, as in all scripts but ddp2.py."""
     loss_sum = 0
     samples = 0
     for batches in utils.gather(seen):
@@ -326,7 +326,7 @@ NOT_RUN = {
 
 if __name__ == "__main__":
     torch.set_default_dtype(F64)
-    # PyTorch keeps one mesh for all runs here, which must not be emptied.
+    # All runs here share the mesh that PyTorch keeps, so that nobody may empty it.
     utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
     makers = {case: brought_by_reader(case) for case in chosen}

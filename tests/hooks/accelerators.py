@@ -1,4 +1,4 @@
-"""This machine says that it has a GPU, or several ranks share one."""
+"""Act as if this machine had a GPU, or let several ranks share one."""
 
 import collections
 import os

@@ -1,4 +1,4 @@
-"""Something befalls a script at an exact place."""
+"""Disturb a script at an exact place."""
 
 import functools
 import glob
@@ -62,7 +62,7 @@ def in_step_80(befall):
 
 @in_step_80
 def kill_in_step_80(trainer):
-    """Once the snapshot is there, which a thread may still be writing."""
+    """SIGKILL comes once the snapshot is there, which a thread may still be writing."""
     assert trainer.epochs_run >= trainer.save_every, "no snapshot by step 80"
     while not glob.glob("snapshot.pt") + glob.glob("snapshot.pt.*/.metadata"):
         time.sleep(0.01)

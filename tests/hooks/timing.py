@@ -1,4 +1,4 @@
-"""Something takes longer than usual, or is waited for less long."""
+"""Make something take longer, or do not wait for it so long."""
 
 import os
 import time
@@ -23,12 +23,12 @@ def slow_steps(script):
 
 
 def slow_save(script):
-    """To write a snapshot takes 4 s longer."""
+    """Each snapshot takes 4 s longer to write."""
     replace(script["utils"], "save_atomically", after(4))
 
 
 def quick_stores(_):
-    """A store that nobody hosts is waited for 10 s, and not five minutes."""
+    """Wait 10 s for a store that nobody hosts, and not five minutes."""
 
     def quickly(store, *arguments, **options):
         return store(*arguments, **options | {"timeout": timedelta(seconds=10)})

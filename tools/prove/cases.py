@@ -1,4 +1,4 @@
-"""Take many cases through many scripts, in one launch: what its ranks run.
+"""What the ranks of a launch run that takes many cases through many scripts.
 
 A case is a `load_train_objs` and a `make_optimizer`. The ranks run the `main` of each
 script again and again, in process groups between the same processes. This takes 50 ms,
@@ -33,17 +33,17 @@ from tools.run.processes import Done
 from tools.run.results import losses, same_bits
 from tools.scripts import ROOT, ancestry
 
-# What `prepare` replaces
+# Kept, because `prepare` puts others in their place
 collect = gc.collect
 TCPStore = dist.TCPStore
 
 
 class Refused(Exception):
-    """What `utils.error` raises here."""
+    """`utils.error` raises this here, and does not end the process."""
 
 
 class OwnStore(dist.HashStore):
-    """In place of a script's TCPStore, whose processes are there already."""
+    """A script gets this in place of its TCPStore: its processes have met already."""
 
     port = 0
 
@@ -58,7 +58,7 @@ class Ranks:
     calls: int = 0
 
     def meet(self):
-        """In a new process group; gloo fails to connect one of some hundred."""
+        """Make a new process group. Of some hundred, gloo fails to connect one."""
         for _ in range(5):
             leave()
             self.calls += 1
@@ -78,7 +78,7 @@ class Ranks:
         raise ConnectionError("gloo does not connect the ranks")
 
     def exchange(self, mine):
-        """What each rank has given."""
+        """Give `mine` to all ranks; return a list of what each has given."""
         self.calls += 1
         self.store.set(f"{self.calls} of {self.rank}", pickle.dumps(mine))
         keys = [f"{self.calls} of {rank}" for rank in range(self.world)]
@@ -245,7 +245,7 @@ def outcome(name, ranks, replaced, path, others):
 
 
 def enter(ranks, name):
-    """Begin as the ranks that train the script of this name."""
+    """Set the variables and the process group with which this script begins."""
     os.environ["RANK"] = str(ranks.rank)
     os.environ["WORLD_SIZE"] = str(ranks.world)
     if name in launch.DISTRIBUTED:

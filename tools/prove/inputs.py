@@ -19,7 +19,7 @@ from tools.prove import record
 from tools.scripts import ROOT
 
 MAKES_THE_SITE = r"tools/site/(?!pages|commands|__init__)"  # from all pages there are
-# Where something has passed
+# The versions and the machine with which something has passed
 PLACE = f"Python {sys.version_info[0]}.{sys.version_info[1]}, torch {version('torch')}"
 PLACE += f", {sys.platform}{' with a GPU' if glob.glob('/dev/nvidia?') else ''}"
 

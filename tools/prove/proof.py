@@ -16,11 +16,11 @@ def function_of(test):
 
 
 def make_proof(edge, mutant, killer):
-    """The proof by a killer, with a hash of all that it depends on.
+    """The proof that `killer`, a test, kills a mutant.
 
-    That is the function that the mutant stands in, before and after; what the lines
-    that differ use of utils.py; and the killer. Outside of functions it is the
-    statement alone.
+    It depends on the function that the mutant stands in, before and after, or on the
+    statement if that stands in no function; on what the lines that differ use of
+    utils.py; and on the killer.
     """
     before = statements_of((ROOT / edge[1]).read_text())
     after = statements_of(mutant.text)
@@ -54,7 +54,7 @@ def codes_in(tree, scope=""):
 
 
 def used_of(codes, texts):
-    """What of `codes`, {name: code}, these texts name, and what that names."""
+    """Of `codes`, {name: code}: those that these texts name, and that those name."""
     used = set()
     to_read = [*texts]
     while to_read:
@@ -66,16 +66,16 @@ def used_of(codes, texts):
 
 @functools.cache
 def code_of(path):
-    """{name: the code that defines it} of what stands at the top level of a file.
+    """{name: the code that defines it}, of all names at the top level of a file.
 
-    Not the bytes: a comment or an import costs no proof.
+    Comments and imports are no part of it, so that they may change.
     """
     codes = {}
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
             continue
         code = ast.unparse(node)
-        # What a statement sets, and what a loop fills
+        # The names that a statement sets, or that a loop fills
         defined = {*re.findall(r"\w+", code.partition("=")[0])}
         if hasattr(node, "name"):
             defined = {node.name}

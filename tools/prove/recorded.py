@@ -1,11 +1,11 @@
-"""A plugin of pytest: a waiting test that has passed runs again if it may now fail.
+"""A plugin of pytest: a waiting test that has passed runs again only if it may fail.
 
     python -m pytest --full -m "waits or full" -p tools.prove.recorded
 
-It may if its file has changed, or what this names, what all tests share, or a script.
-If one of its parameters is a script, then only this one, those that it comes from and
-those of the root count. If its file has no list of scripts, then only those of the root
-and those that it names do.
+It may fail if its file has changed, a file that this one names, a file that all tests
+share, or a script. If a parameter of the test is a script, then only this script, those
+that it comes from and those of the root count. If the test's file has no list of
+scripts, then only those of the root and those that it names count.
 """
 
 import functools

@@ -137,7 +137,7 @@ class Host(Network):
             self.hosts.ip(f"link del {self.link}")
 
     def unplug(self):
-        """The power goes: nobody is told."""
+        """Cut its power: no other host is told."""
         self.hosts.ip(f"link del {self.link}")
         self.kill()
 

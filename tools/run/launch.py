@@ -37,7 +37,7 @@ def home(script):
 
 
 def shares_a_batch(name):
-    """Whether its ranks may take one batch: the sampler is told of `num_replicas=`."""
+    """Whether a script's ranks may share a batch: its sampler gets `num_replicas=`."""
     return any("num_replicas" in keywords for keywords in calls(name).values())
 
 
@@ -51,8 +51,8 @@ def split_command(name):
 def options_of(name, nprocs=2):
     """The options in the script's docstring command, such as `--accumulate 4`.
 
-    Ranks that may share a batch do so: the option that has the value of torchrun's
-    `--nproc-per-node` there, such as `--split 2`, gets `nprocs`, for one replica.
+    If its ranks may share a batch, all of them do. The option that has the value of
+    torchrun's `--nproc-per-node` there, such as `--split 2`, then gets `nprocs`.
     """
     before, options = split_command(name)
     if shares_a_batch(name):

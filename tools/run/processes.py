@@ -91,13 +91,13 @@ class Program:
     words: what a person types: `python SCRIPT ...`, `python -m MODULE ...` or
     `torchrun ...`. They run in a fork of this process, as tools/run/warm.py does it.
     cwd: the folder that they run in, which is made.
-    real: start it as a shell does, which it takes for any other program, and where a
-    start or an end is the claim. merged: its stderr goes to where its stdout goes.
+    real: start it as a shell does. Any other program needs this, and so does a claim
+    about a start or an end. merged: its stderr goes to where its stdout goes.
     hooks: functions that a fork of a script calls, see `start` in launch.py. env:
     variables to set; None means not set.
     """
 
-    running = set()  # those for whose end nobody has waited
+    running = set()  # the programs for whose end nobody has waited
 
     def __init__(self, words, cwd, real=False, merged=False, hooks=(), **env):
         assert not (real and hooks)

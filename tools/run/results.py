@@ -33,17 +33,17 @@ def load(place):
 
 
 def put_together(folder):
-    """The model and the optimizer of a plain snapshot, of which `folder` has parts."""
+    """The model and the optimizer of a snapshot in parts, as a plain one has them."""
     with tempfile.NamedTemporaryFile() as whole:
         dcp_to_torch_save(folder, whole.name)
         snapshot = torch.load(whole.name, map_location="cpu", weights_only=True)
-    optimizer = snapshot["OPTIMIZER_STATE"]  # with names, where others have numbers
-    numbers = {}
+    optimizer = snapshot["OPTIMIZER_STATE"]
+    numbers = {}  # which a plain snapshot has in place of names
     for group in optimizer["param_groups"]:
         for name in group["params"]:
             numbers[name] = len(numbers)
         group["params"] = [numbers[name] for name in group["params"]]
-    order = snapshot.pop("NAMES")  # without which buffers would be the last
+    order = snapshot.pop("NAMES")  # otherwise, buffers would be the last
     snapshot["MODEL_STATE"] = {name: snapshot["MODEL_STATE"][name] for name in order}
     state = optimizer["state"]
     optimizer["state"] = {numbers[name]: state[name] for name in state}

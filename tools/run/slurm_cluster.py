@@ -48,7 +48,8 @@ SlurmdPidFile=/run/slurm/slurmd.pid
 SlurmctldLogFile=/run/slurm/log
 SlurmdLogFile=/run/slurm/log
 """  # linuxproc: cgroups may be read-only in a container
-QUICK = {  # instead of 120 s, as long as a requeued job waits at the least, 3 and 60 s
+# Slurm's own are 120 s, for which a requeued job waits at least, and 3 s and 60 s.
+QUICK = {
     "AuthInfo": "cred_expire=5",
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1",
 }

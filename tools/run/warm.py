@@ -90,16 +90,19 @@ def _start_forks(fn, args, nprocs, join, **how):
 
 
 def _spawned(hooks, fn, *args):
-    """`fn` of the script as a spawned process imports it, or of another module."""
+    """Call `fn` in a spawned process, which imports the script anew.
+
+    If the script has a function of this name, that is the one to call.
+    """
     use_fresh_threads()
     script = execute(sys.argv[0], "__mp_main__", hooks)
     return script.get(fn.__name__, fn)(*args)
 
 
 def _torchrun(words, hooks):
-    """What `torchrun WORDS` does: its own code, but that the ranks are forks.
+    """Do what `torchrun WORDS` does, with torchrun's own code, but fork the ranks.
 
-    And it hardly pauses: before it meets others, or until it looks at its ranks.
+    It hardly pauses before it meets other machines and before it looks at its ranks.
     """
     config_from_args = torch.distributed.run.config_from_args
 
@@ -175,7 +178,7 @@ def execute(script, name, hooks):
 
 @functools.cache
 def share_a_fork_server():
-    """One for the DataLoaders of all forks: it takes as long to import torch."""
+    """The DataLoaders of all forks share a fork server, which has to import torch."""
     if not forkserver._forkserver._forkserver_address:  # nor has a parent started one
         torch.multiprocessing.set_forkserver_preload(["torch"])
         forkserver.ensure_running()
