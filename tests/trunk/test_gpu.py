@@ -17,8 +17,9 @@ import torch
 from tests.conftest import VISIBLE
 from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
+from tests.helpers.tasks import task_of
 from tests.hooks.accelerators import share_one_gpu
-from tools.run.launch import environment, plant, task_of, train
+from tools.run.launch import environment, plant, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS

@@ -6,7 +6,8 @@ import pytest
 from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_losses, hooks_to_compare, replicas
-from tools.run.launch import DISTRIBUTED, task_of
+from tests.helpers.tasks import task_of
+from tools.run.launch import DISTRIBUTED
 from tools.run.results import losses
 from tools.scripts import SCRIPTS
 

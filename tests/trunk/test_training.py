@@ -21,6 +21,7 @@ from tests.helpers.checks import (
     stack,
 )
 from tests.helpers.made_once import made_once
+from tests.helpers.tasks import OF_THE_TRUNKS_TASK, task_of
 from tests.hooks import replace
 from tests.hooks.accelerators import one_gpu
 from tests.hooks.models import batch_norm, double, float64, weighted_loss
@@ -28,11 +29,9 @@ from tests.hooks.notes import note_each, note_lines
 from tests.hooks.timing import quick_stores
 from tools.run.launch import (
     DISTRIBUTED,
-    OF_THE_TRUNKS_TASK,
     UNDER_TORCHRUN,
     plant,
     start,
-    task_of,
     train,
 )
 from tools.run.processes import Program

@@ -1,6 +1,5 @@
 """Launch a script: as a user types it, or in forks that have imported torch already."""
 
-import functools
 import re
 import shutil
 from pathlib import Path
@@ -8,26 +7,13 @@ from pathlib import Path
 from tools.files import edit
 from tools.run.processes import TIMEOUT_S, Program
 from tools.run.warm import ENTRY  # before any tensor is computed
-from tools.scripts import ROOT, SCRIPTS, ancestry, calls, commands, definition
+from tools.scripts import ROOT, SCRIPTS, ancestry, calls, commands
 
 # Those that run as several processes
 DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]
 UNDER_TORCHRUN = [name for name in SCRIPTS if "torchrun" in sum(commands(name), [])]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
 HOOKS = ROOT / "tests" / "hooks"
-
-
-@functools.cache
-def task_of(name):
-    """The script from which `name` has its data, model, loss and optimizer."""
-    parent = SCRIPTS[name]
-    for function in ("load_train_objs", "make_optimizer"):
-        if not parent or definition(name, function) != definition(parent, function):
-            return name
-    return task_of(parent)
-
-
-OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
 
 
 def home(script):
