@@ -20,24 +20,24 @@ def edit(path, *changes):
 IGNORED = r"(^|/)(\.|__pycache__|_site)|\.pt(\..*\.tmp)?$"
 
 
-def file_names(root=ROOT):
-    """The files of the repository at `root`: what git knows of, and new ones.
+def file_names():
+    """The files of the repository: what git knows of, and new ones.
 
     Without git (an unpacked archive, a copy made by `copy_tree`) they are all but
     hidden files and what runs leave behind.
     """
     command = "git ls-files --cached --others --exclude-standard"
-    listed = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
+    listed = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True)
     if listed.returncode == 0:
         names = listed.stdout.splitlines()
-        return sorted(name for name in names if (root / name).is_file())
-    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+        return sorted(name for name in names if (ROOT / name).is_file())
+    paths = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
     return sorted(str(path) for path in paths if not re.search(IGNORED, str(path)))
 
 
-def copy_tree(to, root=ROOT):
-    """Copy the files of the repository at `root`."""
-    for name in file_names(root):
+def copy_tree(to):
+    """Copy the files of the repository to a folder."""
+    for name in file_names():
         copy = to / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, copy)
+        shutil.copy(ROOT / name, copy)

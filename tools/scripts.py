@@ -73,13 +73,6 @@ def calls(path):
     return found
 
 
-def definition(path, name):
-    """The code of a file's function or class, without comments; "" without it."""
-    body = tree(path).body
-    found = [node for node in body if getattr(node, "name", "") == name]
-    return "\n".join(map(ast.unparse, found))
-
-
 def find_scripts():
     """{name: its parent's name, or None}, for files whose docstring names a parent."""
     parents = {}
@@ -129,9 +122,3 @@ def variants():
 def root_of(name):
     """The last script of the root that a script comes from."""
     return [ancestor for ancestor in ancestry(name) if "/" not in ancestor][-1]
-
-
-def own_tests(name):
-    """The file of the tests that are about this script alone."""
-    folder = "variants" if name in SCRIPTS else "mingpt"
-    return f"tests/{folder}/test_{Path(name).stem}.py"

@@ -66,8 +66,8 @@ def shares(dataset=None, **options):
     return DataLoader(dataset, 8, sampler=sampler, **options)
 
 
-def batches(loader, epochs=2):
-    for epoch in range(epochs):
+def batches(loader):
+    for epoch in range(2):
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
         yield from loader

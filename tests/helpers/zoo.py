@@ -21,8 +21,9 @@ from torch.nn.utils import parametrizations
 
 import single_gpu
 import utils
+from tests.helpers.scripts import definition
 from tools.prove import cases
-from tools.scripts import SCRIPTS, ancestry, definition
+from tools.scripts import SCRIPTS, ancestry
 
 BF16 = torch.bfloat16
 F64 = torch.float64

@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.helpers.scripts import own_tests
 from tools.files import file_names
 from tools.prove.inputs import imports_and_texts
-from tools.scripts import ROOT, own_tests, variants
+from tools.scripts import ROOT, variants
 
 # What is made for those who read and copy imports nothing of what builds or tests it.
 READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "cluster/**/*.py", "docs/**/*.py"]

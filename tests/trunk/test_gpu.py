@@ -17,7 +17,7 @@ import torch
 from tests.conftest import VISIBLE
 from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
-from tests.helpers.tasks import task_of
+from tests.helpers.scripts import task_of
 from tests.hooks.accelerators import share_one_gpu
 from tools.run.launch import environment, plant, train
 from tools.run.processes import Program

@@ -6,7 +6,7 @@ import pytest
 from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_losses, hooks_to_compare, replicas
-from tests.helpers.tasks import task_of
+from tests.helpers.scripts import task_of
 from tools.run.launch import DISTRIBUTED
 from tools.run.results import losses
 from tools.scripts import SCRIPTS

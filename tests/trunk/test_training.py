@@ -21,7 +21,7 @@ from tests.helpers.checks import (
     stack,
 )
 from tests.helpers.made_once import made_once
-from tests.helpers.tasks import OF_THE_TRUNKS_TASK, task_of
+from tests.helpers.scripts import OF_THE_TRUNKS_TASK, own_tests, task_of
 from tests.hooks import replace
 from tests.hooks.accelerators import one_gpu
 from tests.hooks.models import batch_norm, double, float64, weighted_loss
@@ -36,7 +36,7 @@ from tools.run.launch import (
 )
 from tools.run.processes import Program
 from tools.run.results import load, losses
-from tools.scripts import EDGES, ROOT, SCRIPTS, own_tests
+from tools.scripts import EDGES, ROOT, SCRIPTS
 
 SINGLE = "single_gpu.py"
 MULTIGPU = "multigpu.py"

@@ -34,7 +34,7 @@ def split_command(name):
     return words[:first], words[first + 2 :]
 
 
-def options_of(name, nprocs=2):
+def options_of(name, nprocs):
     """The options in the script's docstring command, such as `--accumulate 4`.
 
     If its ranks may share a batch, all of them do. The option that has the value of
@@ -113,9 +113,9 @@ def start(
     return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 
 
-def launch(script, *arguments, timeout_s=TIMEOUT_S, **how):
+def launch(script, *arguments, **how):
     """`start` a script and wait for its end: Done. pytest shows what it has printed."""
-    done = start(script, *arguments, **how).finish(timeout_s)
+    done = start(script, *arguments, **how).finish()
     print(done.stdout, done.stderr)
     return done
 
@@ -139,7 +139,7 @@ def run_script(script, *arguments, cwd, **env):
     return Program(words, cwd, **environment(script, env)).finish()
 
 
-def batch_size(name, effective, nprocs=2):
+def batch_size(name, effective, nprocs):
     """`--batch-size` of each process, so that a step takes `effective` samples."""
     whole = shares_a_batch(name) or name not in DISTRIBUTED
     return effective if whole else effective // nprocs

@@ -117,17 +117,17 @@ class Slurm:
         text = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait_until(self, condition, problem, timeout=TIMEOUT_S):
+    def wait_until(self, condition, problem):
         """Wait for `condition()` to be true, and return what it returned."""
 
         def answer():
             with contextlib.suppress(OSError):  # a daemon that is busy may not answer
                 return condition()
 
-        result = wait(answer, timeout, 0.25)  # each look is a process
+        result = wait(answer, TIMEOUT_S, 0.25)  # each look is a process
         if not result:
             log = self.run("tail", "-n30", "/run/slurm/log")
-            raise TimedOut(f"{problem} after {timeout} s:\n{log}")
+            raise TimedOut(f"{problem} after {TIMEOUT_S} s:\n{log}")
         return result
 
     def __enter__(self):

@@ -41,7 +41,7 @@ start_processes = torch.multiprocessing.start_processes  # `_torchrun` replaces 
 OF_A_COPY = ("utils", "hooks", "variants", "mingpt", "tools", "tests", "benchmarks")
 
 
-def become(words, hooks=()):
+def become(words, hooks):
     """Go on as the program that `words` would start, to its end; for a forked process.
 
     words: `python SCRIPT ...`, `python -m MODULE ...` or `torchrun ...`, as typed.
