@@ -34,7 +34,7 @@ RESET = "RuntimeError: .*(Connection (reset|closed) by peer|Broken pipe)"
 
 
 def words_of(script, arguments, nnodes=2, nproc=1, host="node0", conf=RENDEZVOUS):
-    """The words to type. Two restarts suffice."""
+    """The words to type on each host."""
     words = f"torchrun --nnodes={nnodes} --nproc-per-node={nproc} --max-restarts=2"
     words += f" --rdzv-backend=c10d --rdzv-endpoint={host}:29500 --rdzv-conf={conf}"
     return f"{words} {script} {arguments}".split()
@@ -63,7 +63,7 @@ def start_on(hosts, command):
 
 
 def run_on(hosts, command):
-    """The same, to a good end."""
+    """Run the command on each of these hosts, and insist that it ends well."""
     jobs = start_on(hosts, command)
     for job in jobs:
         job.succeed()

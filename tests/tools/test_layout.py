@@ -7,7 +7,6 @@ from tools.files import file_names
 from tools.prove.inputs import imports_and_texts
 from tools.scripts import ROOT, variants
 
-# What is made for those who read and copy imports nothing of what builds or tests it.
 READ = ["*.py", "variants/**/*.py", "mingpt/**/*.py", "cluster/**/*.py", "docs/**/*.py"]
 ABOVE = {
     **dict.fromkeys(READ, {"tools", "benchmarks", "tests"}),
