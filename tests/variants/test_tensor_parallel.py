@@ -187,7 +187,7 @@ def test_the_pages_loop_trains_the_same(tmp_path):
     """Two replicas of two ranks, with FSDP between them, and one process."""
     average = "        average_in_replica(model)\n"
     loop = LOOP.replace("model = Model()", "model = Model().double()")
-    loop = loop.replace("make_data(2048,", "make_data(128,")
+    loop = loop.replace("make_data(512,", "make_data(128,")
     loop = loop.replace(average, ROUND_OTHERWISE + average)
     (tmp_path / "loop.py").write_text(loop)
     ended = []
