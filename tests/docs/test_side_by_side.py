@@ -11,7 +11,7 @@ pytest.importorskip("docutils", reason="tools/site/requirements.txt has it")
 from tests.helpers.site import PAIR, check_barriers  # noqa: E402
 from tools.diffs import hunks  # noqa: E402
 from tools.scripts import ALL_EDGES, ROOT, SCRIPTS  # noqa: E402
-from tools.site.pages import explanations  # noqa: E402
+from tools.site.pages import READING_ORDER, explanations  # noqa: E402
 from tools.site.side_by_side import page_of  # noqa: E402
 
 pytestmark = pytest.mark.waits  # for a browser
@@ -55,6 +55,22 @@ def test_every_change_is_explained_in_place(pages):
             assert letters(heading) in titles, (old, new, number)
         for link in page.select(".see a"):
             assert page.select_one(f".why {link['href']}")
+
+
+def test_only_what_differs_is_marked(pages):
+    """Values, and whole lines that the wrong run adds; none that it merely leaves out."""
+    marks = 0
+    for name in READING_ORDER:
+        for flip in pages(f"{name}.html").select(".flip"):
+            right, wrong = flip.select(".outputs pre")
+            for mark in [*right.select("mark"), *wrong.select("mark")]:
+                word = mark.get_text()
+                is_line = word in wrong.get_text().splitlines()
+                assert is_line or re.search(r"\d|nan|inf|True|False", word), (name, word)
+                marks += 1
+            if "[...]" in wrong.get_text().splitlines():
+                assert "[...]" in right.get_text().splitlines(), name
+    assert marks > 50
 
 
 # In a browser

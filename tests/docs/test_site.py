@@ -40,6 +40,21 @@ def test_every_link_leads_somewhere(site):
                     assert unquote(url.fragment) in ids[target], f"{name}: {link}"
 
 
+def test_every_page_names_the_one_before_and_the_next(pages):
+    for name in READING_ORDER:
+        boxes = pages(f"{name}.html").select(".ends > p")
+        links = [box.a["href"] for box in boxes]
+        assert len({*links}) == 2, name
+        assert not boxes[1].get_text().rstrip().endswith("."), name
+    assert previous_of(pages, "0_intro") == "index.html"
+    assert previous_of(pages, "5_minGPT") == "4_multinode.html"
+    assert previous_of(pages, "fine_tune") == "make_it_real.html"
+
+
+def previous_of(pages, name):
+    return pages(f"{name}.html").select_one(".ends a")["href"]
+
+
 # In a browser
 
 NAMES = [f"{name}.html" for name in READING_ORDER]
@@ -106,6 +121,7 @@ Colab | make_it_real.html#try-two-gpus
 dataloader workers | real_job.html#load-the-data-in-workers
 find_unused_parameters | troubleshooting.html#expected-to-have-finished
 flash attention | 8_slower.html
+gradient clipping | real_job.html#clip-the-gradients
 gradient clipping FSDP | shard_your_model.html#avoid-what-goes-wrong
 IterableDataset | 8_slower.html#share-out-an-iterabledataset
 Kaggle | make_it_real.html#try-two-gpus

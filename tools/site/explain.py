@@ -17,7 +17,7 @@ from docutils import nodes
 
 from tools.diffs import hunks
 from tools.scripts import ROOT, read_lines
-from tools.site.commands import same
+from tools.site.commands import CUT, same
 from tools.site.pages import parse, right_outputs
 from tools.site.side_by_side import in_head, marks_of, words_html, words_of
 
@@ -38,7 +38,7 @@ def shown(app, docname, page, block):
             "rows": losses_by_epoch(right, wrong),
             "faults": block.faults,
             "scene": right_block.faults,
-            "outputs": [marked(right, wrong), marked(wrong, right)],
+            "outputs": [marked(right, wrong, False), marked(wrong, right, True)],
         }
         return raw(app.builder.templates.render("flip.html", context))
     lines = block.lines
@@ -101,19 +101,35 @@ def losses_by_epoch(right, wrong):
     return [(epoch, of_right[epoch], of_wrong[epoch]) for epoch in epochs]
 
 
-def marked(text, other):
-    """The HTML of an output, with marks where it has words that the other has not.
+# What may differ in a line that two outputs have: not which epoch of how many it is
+VALUE = r"(?<![/\d])\d+(\.\d+)?(?![/\d])|nan|inf|True|False"
 
-    An error is marked as a whole.
+
+def marked(text, other, is_wrong):
+    """The HTML of an output, with marks at the values that the other's line has not.
+
+    Of the wrong one, so are the lines that it adds. The right one is cut as that is.
     """
-    others = other.split()
+    lines, others = (escape(it, quote=False).splitlines() for it in (text, other))
+    is_cut = CUT in others and CUT not in lines
 
-    def word_html(word):
-        html = escape(word[0], quote=False)
-        is_there = any(same([word[0]], [other_word]) for other_word in others)
-        return html if is_there else f"<mark>{html}</mark>"
+    def line_html(line):
+        kind = re.sub(VALUE, "#", line)
+        words = [it.split() for it in others if re.sub(VALUE, "#", it) == kind]
 
-    return re.sub(r"(?m)^\S+: error: .*|\S+", word_html, text)
+        def word_html(word):
+            is_there = any(same([word[0]], [it]) for it in sum(words, []))
+            return word[0] if is_there else f"<mark>{word[0]}</mark>"
+
+        if words:
+            return re.sub(r"\S+", word_html, line)
+        if line.startswith((CUT, "epoch ")):  # the other has left it out
+            return line
+        if is_wrong:
+            return f"<mark>{line}</mark>"
+        return CUT if is_cut else line
+
+    return "\n".join(line for line, _ in groupby(map(line_html, lines)))
 
 
 IMAGE = r'<img [^>]*src="(_images/(\w+)\.svg)"[^>]*>'

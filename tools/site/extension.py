@@ -23,8 +23,9 @@ from tools.site.side_by_side import id_of, page_of, parts, places_of, whole
 # What the pages link to: pairs of files side by side, and files
 linked_pairs = set()
 linked_files = set()
-# {a page: (the first whose last line says `Next:` of it, its title)}
-before = {}
+# {a page: (the one before it, its title)}: Home for the first of a group, or the first
+# that says `Next:` of it; page.html takes the one above it in the sidebar for others
+before = {names[0]: ("index", "Home") for names in pages.GROUPS.values()}
 
 
 def read_all(app, env, docnames):
@@ -43,7 +44,7 @@ def add_to_markdown(app, docname, source):
         if block.kind == "diff":
             linked_pairs.add((block.old, block.new))
         lines[block.line : block.end] = shown(app, docname, page, block)
-    for target in re.findall(r"(?m)^Next: \[.*?\]\((\w+)\.md", source[0]):
+    for target in re.findall(r"\((\w+)\.md\)", page.lines[-1].partition(". ")[0]):
         before.setdefault(target, (docname, page.headings[0][1]))
     if docname == app.config.root_doc:
         for group, names in pages.GROUPS.items():
@@ -54,16 +55,16 @@ def add_to_markdown(app, docname, source):
 
 
 def beside(block):
-    """Links to what shows a block's diff, or any two scripts."""
+    """A link to what shows a block's diff, or any two scripts."""
     if block.kind == "scripts":
         return '<a href="side_by_side/index.html">any two of the scripts</a>'
-    link = f'<a href="{page_of(block.old, block.new)}.html'
-    numbers = [hunk.number for hunk in block.hunks]
-    links = ", ".join(f'{link}#hunk-{number}">{number}</a>' for number in numbers)
-    if not numbers:
-        return f'{link}">{block.old} and {block.new}</a>'
-    changes = "changes" if len(numbers) > 1 else "change"
-    return f"{changes} {links} of {len(hunks(block.old, block.new))}"
+    url = f"{page_of(block.old, block.new)}.html"
+    if not block.hunks:
+        return f'<a href="{url}">{block.old} and {block.new}</a>'
+    numbers = ", ".join(str(hunk.number) for hunk in block.hunks)
+    of_all = f"{numbers} of {len(hunks(block.old, block.new))}"
+    what = f"change{'s' * (len(block.hunks) > 1)} {of_all}"
+    return f'<a href="{url}#hunk-{block.hunks[0].number}">{what}</a>'
 
 
 def link_files(app, doctree):
