@@ -174,12 +174,16 @@ const MEANT = {
 };
 
 // In a search, the pages of a script that is named come first, then pages and sections with
-// all words of the query in their heading, then other sections, then pages. What is found of
-// a page stands together, and names the page once. (What is last here is shown first.)
+// all words of the query in their heading, then pages with all of them in one section, then
+// others. What is found of a page stands together, and names the page once. (What is last
+// here is shown first.)
 if (typeof Search !== "undefined") {
   const { gettext } = Documentation, { _parseQuery: parse, _performSearch: search } = Search;
   let pages, also; // for the line above the results
   let marks, phrase, least; // what is marked on a page that is gone to; what is typed or meant; how many of its words do
+  let marked; // what is marked in the results: a word counts in all its forms (clip, clipping)
+  const stem = (word) => new Stemmer().stemWord(word).replace(/i$/, ""), literal = (x) => x.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, "\\s+");
+  const begins = (words) => RegExp(`(?<![a-z])(?:${words.map(literal).join("|")})`, "gi");
   Documentation.ngettext = () => `${pages} page${pages > 1 ? "s" : ""}${also ? `; also searched: ${also}` : ""}`;
   Documentation.gettext = (text) => text.startsWith("Your search did not") ? "No page has these words. Try fewer, or others." : gettext(text);
   // One operation has several spellings, and what is meant is searched as well.
@@ -190,11 +194,13 @@ if (typeof Search !== "undefined") {
   Search._parseQuery = (query) => {
     const forms = formsOf(query.toLowerCase().trim()), [, ...terms] = parse(forms.at(-1));
     if (forms.length === 3) terms[0] = new Set(forms); // and not all that is called "all"
-    marks = forms.length === 3 ? forms.join(" ") : localStorage.getItem(MARKS);
-    if (forms.length > 1) terms[2] = new Set([...forms, ...parse(forms[0])[3]]);
+    const stems = (words) => [...words].map((x) => x.startsWith(stem(x)) ? stem(x) : x);
+    marks = (forms.length === 3 ? forms : stems(terms[2])).join(" ");
+    marked = RegExp(`${begins([...forms, ...forms.length === 3 ? [] : stems(parse(forms[0])[3])]).source}\\w*`, "gi");
+    terms[2] = new Set(); // Sphinx marks nothing
     localStorage.removeItem(MARKS);
     least = forms.length === 2 ? 2 : 1;
-    phrase = RegExp(`(?<!\\w)(?:${forms.map((x) => x.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, "\\s+")).join("|")})`, "gi");
+    phrase = begins(forms);
     return [query, ...terms];
   };
   // The marks go along to a result, and nowhere else.
@@ -206,7 +212,7 @@ if (typeof Search !== "undefined") {
     const typed = query.toLowerCase().trim(), names = [typed, typed.replace(/\.py$/, "")], forms = formsOf(typed);
     also = forms.filter((x) => x !== typed).join(", ");
     const inGlossary = /^(all_gather|reduce_scatter)$/.test(forms[0]) ? "Collective" : "";
-    const has = (title) => title === inGlossary || forms.some((form) => form.split(/\s+/).every((x) => ` ${title.toLowerCase()}`.includes(x)));
+    const has = (title) => title === inGlossary || forms.some((form) => form.split(/\s+/).every((x) => title.toLowerCase().includes(x) || stem(x) && title.search(begins([stem(x)])) >= 0));
     const { alltitles, docnames, filenames, titles } = Search._index;
     const headings = Object.entries(alltitles)
       .filter(([title]) => has(title))
@@ -235,6 +241,13 @@ if (typeof Search !== "undefined") {
   Search.makeSearchSummary = (html, words, anchor) => {
     const page = new DOMParser().parseFromString(html, "text/html"), main = page.querySelector("[role=main]"), whole = textOf(main);
     const names = new Map([...main.querySelectorAll("section[id]")].map((x) => [x, textOf(x.querySelector(":is(h1, h2, h3, h4)")).replace(/.$/, "")]));
+    const own = (here) => {
+      const copy = here.cloneNode(true);
+      for (const x of copy.querySelectorAll("section[id]")) x.remove();
+      return textOf(copy);
+    };
+    // In its title, a page has a word for all of its sections.
+    const has = (text, x) => text.search(begins([x])) >= 0, title = textOf(main.querySelector("h1")), full = new Map([main, ...names.keys()].map((x) => [x, title + own(x)]));
     for (const x of main.querySelectorAll("p")) if (x.textContent.startsWith("Tests: ")) x.remove();
     for (const x of main.querySelectorAll("pre, table, nav, script, .beside, .ends, section > :is(h1, h2, h3, h4)")) x.remove();
     // A result that is a page shows, and leads to, the section that has it most often.
@@ -242,12 +255,12 @@ if (typeof Search !== "undefined") {
     const starts = [...words].map((x) => x.replace(/i$/, "")); // they are stems
     let best = { score: 0, at: 0, long: 160, text: textOf(places[0]) };
     for (const here of places) {
-      const own = here.cloneNode(true);
-      if (here !== place) for (const x of own.querySelectorAll("section[id]")) x.remove();
-      const text = textOf(own), lower = text.toLowerCase(), hits = [...text.matchAll(phrase)];
+      const text = here === place ? textOf(here) : own(here), lower = text.toLowerCase(), hits = [...text.matchAll(phrase)];
+      const hasAll = starts.every((x) => has(full.get(here), x)) ? 10 + 2 * starts.filter((x) => has(title, x)).length : 0;
       const near = (at) => starts.filter((x) => lower.slice(at, at + 160).includes(x)).length;
       const found = hits.length ? [{ score: 100 + hits.length, at: hits[0].index, long: hits[0][0].length }]
-        : [...lower.matchAll(/(?<!\w)\w/g)].filter(({ index }) => starts.some((x) => lower.startsWith(x, index))).map(({ index }) => ({ score: near(index), at: index, long: 60 }));
+        : [...lower.matchAll(begins(starts))].map(({ index }, _, all) => ({ score: near(index) + hasAll + all.length / 1000, at: index, long: 60 }));
+      if (hasAll) found.push({ score: hasAll, at: 0, long: 160 }); // perhaps all are in its code or tables
       for (const x of found) if (x.score > best.score) best = { ...x, text, here };
     }
     const { text, at, long, here, score } = best, from = Math.max(0, at - 100), end = at + long + 100, shown = document.createElement("p");
@@ -256,6 +269,7 @@ if (typeof Search !== "undefined") {
     shown.textContent = end < text.length ? said.replace(/ \S*$/, " …") : said;
     queueMicrotask(() => { // it stands below its result then
       const item = shown.parentNode, link = item.querySelector("a");
+      for (const x of [link, shown]) mark(x);
       if (!item.matches(".kind-text") || item.matches(":has(+ .kind-section)")) return;
       if (score < least && also && whole.search(phrase) < 0) { // it has single words of what is meant
         item.remove();
@@ -264,11 +278,17 @@ if (typeof Search !== "undefined") {
       } else if (score < least) last(item);
       else if (here?.id && here !== places[0]) {
         link.setAttribute("href", `${link.getAttribute("href")}#${here.id}`);
-        link.textContent += ` › ${names.get(here)}`;
+        link.append(` › ${names.get(here)}`);
+        mark(link);
       }
+      if (!item.closest(".mentions")) item.dataset.score = score; // what is known stands in this order
+      Search.output.append(...[...Search.output.querySelectorAll("[data-score].kind-text")].sort((x, y) => y.dataset.score - x.dataset.score));
     });
     return shown;
   };
+  function mark(x) {
+    x.innerHTML = x.textContent.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt()};`).replace(marked, '<span class="highlighted">$&</span>');
+  }
   function last(item) {
     const list = document.querySelector(".mentions") ?? Search.output.cloneNode();
     if (!list.parentNode) {
