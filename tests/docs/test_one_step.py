@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from itertools import accumulate
 
 import pytest
 
@@ -33,6 +34,36 @@ CUT = """() => {
         }).map((x) => x.textContent);
     });
 }"""
+
+# Of the picture: its height, and the width of each bar
+BARS = """([v, width]) => {
+    const page = new DOMParser().parseFromString(draw(v, width)[0], "text/html");
+    const bars = (kind) => [...page.querySelectorAll(`rect.${kind}`)].slice(0, 4)
+        .map((x) => +x.getAttribute("width"));
+    return [page.querySelector("svg").getAttribute("height"),
+        bars("weights"), bars("gradients"), bars("optimizer")];
+}"""
+
+
+def test_bars_have_one_scale_and_the_picture_keeps_its_height(visit):
+    tab = visit("predict.html")
+    stops = tab.evaluate(SLIDERS, 3)
+    chance = random.Random(1)
+    jobs = [{name: chance.choice(its) for name, its in stops.items()} for _ in range(50)]
+    usual = tab.evaluate(SLIDERS, 2)
+    jobs += [usual | preset for preset in tab.evaluate("Object.values(PRESETS)")]
+    for width in (358, 800):
+        heights = set()
+        for values in jobs:
+            shown = json.loads(tab.evaluate(LOOK, [values, width]))
+            height, *bars = tab.evaluate(BARS, [values, width])
+            heights.add(height)
+            gb = [[*accumulate(parts)] for _, parts in shown["memory"]]
+            scale = bars[-1][0] / gb[0][-1]  # DDP needs the most
+            for kind, its in zip(zip(*gb, strict=True), bars, strict=True):
+                expected = [max(1, scale * size) for size in kind]
+                assert its == pytest.approx(expected, abs=0.2), values
+        assert len(heights) == 1, heights
 
 
 def test_it_says_what_predict_says(visit):
@@ -98,17 +129,20 @@ def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):
 def test_sliders_and_addresses(visit):
     may = ["clipboard-read", "clipboard-write"]
     tab = visit("predict.html#parameters=7e9&gbit=400&gpus=nonsense", permissions=may)
-    heading = tab.get_by_role("heading", name="Draw one step").bounding_box()
+    heading = tab.get_by_role("heading", name="Draw one step", exact=True)
+    heading = heading.bounding_box()
     assert 0 < heading["y"] < 100
     figure = tab.locator(".draw-one-step")
     headline = figure.locator("svg .h").text_content()
-    assert headline.startswith("DDP does not fit: HSDP does, ")
+    assert headline.startswith("Take HSDP: ")
+    assert "DDP needs 112 GB of 40" in figure.text_content()
+    assert "not predicted" in figure.text_content()
     assert "gpus=nonsense (takes 1 to 16)" in figure.text_content()
     slider = figure.get_by_role("slider", name="GPU memory")
     slider.press("End")
     assert slider.get_attribute("aria-valuetext") == "288 GB"
     status = figure.get_by_role("status").text_content()
-    assert status.endswith("DDP fits; activations come on top.")
+    assert status.endswith("Memory: DDP fits; activations come on top.")
     values = "parameters=7e9&step-ms=640&memory-gb=288&machines=8&gpus=8&gbit=400"
     values += "&inside=450"
     assert tab.url.endswith(f"predict.html#{values}")
@@ -117,9 +151,10 @@ def test_sliders_and_addresses(visit):
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
     assert "Each GPU computes, here with FSDP" in figure.text_content()
-    assert "HSDP is better: 66 %, but needs 140 GB" in figure.text_content()
+    assert "HSDP would reach 66 % on GPUs with 140 GB" in figure.text_content()
+    assert "14 × too large" in figure.text_content()
     figure.get_by_role("button", name="Copy the answer").click()
     copied = tab.evaluate("navigator.clipboard.readText()")
-    assert copied.startswith("DDP does not fit: FSDP does, ")
+    assert copied.startswith("Take FSDP: ")
     check_barriers(tab)
     assert not tab.evaluate(CUT)

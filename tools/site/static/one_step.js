@@ -3,6 +3,7 @@
 "use strict";
 
 const [LATENCY, HOP, LAYERS, BACKWARD] = [1e-5, 3e-6, 24, 2 / 3];
+const WORTH = 0.05; // so much more efficiency is worth a way that is less simple
 const send = (size, [between, within], nodes, { gpus, link, inside, latency }) =>
   size / Math.min(...(nodes > 1 ? [link] : []), ...(gpus > 1 ? [inside] : []))
   + between * latency + within * Math.min(HOP, latency);
@@ -76,7 +77,8 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class=
 function draw(v, width) {
   const { job, steps, sent: ready, memory, ways } = predict(v), wide = width > 560, left = 14, right = width - left, out = [];
   const fits = (parts) => sum(parts) <= v["memory-gb"], fitting = memory.filter(([, parts]) => fits(parts)).map(([way]) => way);
-  const [first] = fitting, way = fitting.find((name) => ways[name]) ?? "FSDP", isDdp = way === "DDP"; // the way that is drawn
+  const [first] = fitting, known = fitting.filter((name) => ways[name]), way = known[0] ?? "FSDP", isDdp = way === "DDP"; // the way that is drawn
+  const take = known.slice(1).reduce((best, name) => ways[name][1] > ways[best][1] + WORTH ? name : best, way);
   const { step, computed, sent, between = [] } = steps[way], limit = ways[way][2], { compute } = job;
   // A long step is cut where nothing new happens: [cut, resumed] is left out.
   const [cut, resumed] = step > 4 * compute ? [2 * compute, step - compute] : [step, step], gap = resumed > cut ? 28 : 0;
@@ -87,26 +89,27 @@ function draw(v, width) {
   const gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (name) => `${(100 * ways[name][1]).toFixed(0)} %`;
-  const head = first === "DDP" ? [`DDP is ${percent("DDP")} efficient`]
-    : [`DDP does not fit: ${first ?? "no way"} does`, `${first === way ? "" : `${way} is `}${percent(way)} efficient`];
-  const told = [`${isDdp ? "" : `with ${way}, `}GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
-  const hybrid = memory.find(([name]) => name === "HSDP")[1], faster = ways.HSDP[1] > ways[way][1];
-  const better = faster ? [`HSDP is better: ${percent("HSDP")}`, ...fits(hybrid) ? [] : [`but needs ${digits(sum(hybrid))} GB`]] : [];
+  const needs = Object.fromEntries(memory.map(([name, parts]) => [name, `${digits(sum(parts))} GB`])), hybrid = memory.find(([name]) => name === "HSDP")[1];
+  const head = first ? `Take ${take}: ${percent(take)} efficient` : `Nothing fits: ${way} needs ${needs[way]}`;
+  const notes = [first !== "DDP" ? `DDP needs ${needs.DDP} of ${gb}` : take !== way ? `DDP fits, too: ${percent("DDP")} efficient` : "",
+    !fits(hybrid) && ways.HSDP[1] > ways[way][1] ? `HSDP would reach ${percent("HSDP")} on GPUs with ${needs.HSDP}` : ""].filter(Boolean);
+  const told = [`${take === "DDP" ? "" : `with ${way}, `}GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
   let y = 7;
-  for (const row of fold(head)) out.push(write(left, y += 25, row, "ink b h"));
-  const rows = (parts, kind) => (put(y + 20, parts, kind), y += 20 * parts.length);
+  out.push(write(left, y += 25, head, "ink b h"));
+  // Each part has equally many rows for all jobs, so that the picture keeps its height.
+  const rows = (parts, kind, count = parts.length) => (put(y + 20, parts, kind), y += 20 * count);
+  rows(wide ? [notes.join("; ")] : notes, "ink b", wide ? 1 : 2);
   rows(fold(told), limit === "compute" ? "ink b" : "red b");
-  if (faster) rows(fold(better), "ink b");
   rows(fold([`${short(v.parameters)} parameters, ${took(v["step-ms"])} on one GPU`,
     `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   y += 32;
-  put(y, [`Each GPU computes${isDdp ? "" : `, here with ${way}`}`], "ink b");
+  put(y, [`Each GPU computes${take === "DDP" ? "" : `, here with ${way}`}`], "ink b");
   out.push(box(left, y + 8, right - left, 32, "wait"));
   for (const ends of computed.filter(isShown)) bar(ends, y + 8, 32, ends[2] ? "blue" : "plain");
   const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
   const end = x(compute), begin = x(computed[0][1]);
   if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${times(step - compute)}`, "red b mid"));
-  const above = isDdp ? 92 : 60; // from the row of the link to that of the GPUs: DDP has bands between them
+  const above = isDdp ? 92 : 73; // from the row of the link to that of the GPUs: DDP has bands between them
   y += above + 8;
   // Red where GPUs wait, green where they compute.
   const send = (ends, y, height) => {
@@ -141,25 +144,26 @@ function draw(v, width) {
   put(y += 78, [`green: sent ${isDdp ? "during backward" : "while GPUs compute"}; red: GPUs wait`], "soft");
   if (between.length) put(y += 19, ["above: in a machine; below: between them"], "soft");
   if (gap) put(y += 19, [`//: ${times(resumed - cut)} are left out`], "soft");
+  if (!isDdp && !between.length) y += 19;
+  if (!gap) y += 19;
   put(y += 36, [`Memory of a GPU: ${best}`], "ink b");
   put(y += 19, ["activations come on top: they are not counted"], "soft");
-  const start = left + 60, full = right - start - (wide ? 170 : 150), line = start + 0.8 * full;
+  // All bars have one scale. It ends behind the limit, or where the longest bar does.
+  const start = left + 60, full = right - start - (wide ? 196 : 180), longest = Math.max(v["memory-gb"] / 0.8, ...memory.map(([, parts]) => sum(parts)));
+  const line = start + v["memory-gb"] / longest * full;
   y += 22;
-  out.push(write(line, y, `${gb} GB`, "ink b mid"), write(right - 74, y, "needs", "soft end"), write(right, y, "efficiency", "soft end"));
+  out.push(write(line, y, `${gb} GB`, "ink b mid"), write(right - 106, y, "needs", "soft end"), write(right, y, "efficiency", "soft end"));
   for (const [name, parts] of memory) {
     put((y += 28) - 4, [name], "ink b");
-    // What is too large is cut. Of the parts that begin behind the cut, each is drawn equally wide.
-    const ends = parts.map((_, i) => sum(parts.slice(0, i + 1)) / v["memory-gb"] * 0.8), behind = fits(parts) ? 0 : ends.slice(0, 2).filter((x) => x > 0.85).length;
-    const end = (i) => i < 2 - behind && ends[i] < 1 ? ends[i] : fits(parts) ? ends[i] : 1 - 0.05 * (2 - i);
     for (const i of [2, 1, 0]) // the optimizer's bar is below that of the gradients, below that of the weights
-      out.push(box(start, y - 19, Math.max(3 * i + 3, end(i) * full), 21, kinds[i]));
-    if (!fits(parts)) out.push(`<path class="cut" d="M${at(start + (0.95 - 0.05 * behind) * full - 4)} ${y + 3}l8 -24"/>`);
-    const kind = fits(parts) ? "ink end" : "ink b end", known = ways[name] ? percent(name) : "–";
-    out.push(write(right - 74, y - 4, `${digits(sum(parts))} GB`, kind), write(right, y - 4, fits(parts) ? known : "too large", kind));
+      out.push(box(start, y - 19, sum(parts.slice(0, i + 1)) / longest * full, 21, kinds[i]));
+    const over = sum(parts) / v["memory-gb"];
+    out.push(write(right - 106, y - 4, needs[name], over > 1 ? "ink b end" : "ink end"), write(right, y - 4, over > 1
+      ? `${digits(over < 10 ? Math.ceil(10 * over) / 10 : over)} × too large` : ways[name] ? percent(name) : "not predicted", "ink end"));
   }
   out.push(`<path class="line" d="M${at(line)} ${y - 108}v116"/>`, ...kinds.flatMap((kind, i) => [
     box(left + 90 * i, y + 19, 10, 10, kind), write(left + 90 * i + 15, y + 29, kind, "soft")]));
-  const words = `${head.join(", ")}: ${told.join(", ")}. ${faster ? `${better.join(", ")}. ` : ""}${best}; activations come on top.`;
+  const words = `${[head, ...notes].join("; ")}. ${told.join(", ").replace(/^./, (x) => x.toUpperCase())}. Memory: ${best}; activations come on top.`;
   return [`<svg xmlns="http://www.w3.org/2000/svg" class="one-step" role="img" aria-label="${words}" width="${width}" height="${y += 44}"`
     + ` viewBox="0 0 ${width} ${y}">${box(0.5, 0.5, width - 1, y - 1, 'card" rx="8')}${out.join("")}</svg>`, words];
 }
@@ -191,13 +195,13 @@ function explore(picture) {
   const presets = Object.keys(PRESETS).map((name) => `<button type="button">${name}</button>`).join(" ");
   const sliders = (more) => FIELDS.filter(([name]) => MORE.includes(name) === more).map(([name, [label, , , stops]]) =>
     `<label>${label} <b></b><input type="range" name="${name}" aria-label="${label}" max="${stops.length - 1}"></label>`).join("");
-  figure.innerHTML = `<p class="presets">${presets}</p><form>${sliders(false)}<details><summary>More</summary><span>${sliders(true)}</span></details></form><em></em><div></div>`
+  figure.innerHTML = `<p class="presets">${presets}</p><form>${sliders(false)}<details><summary>GPU memory, GPUs per machine, link inside</summary><span>${sliders(true)}</span></details></form><em></em><div></div>`
     + '<p><a>Link to this picture</a> <button type="button">Copy the answer</button></p><p class="highlight command"><code></code> <button type="button">Copy</button></p><span role="status"></span>';
   picture.replaceWith(figure);
   const [form, note, drawing, link, command, status] = figure.querySelectorAll("form, em, div, a, code, [role]");
   // At the sliders, the answer is said at the foot of a phone, unless the picture shows it.
   const isSeen = (x) => x.getBoundingClientRect().top < innerHeight && x.getBoundingClientRect().bottom > 0;
-  const inSight = new IntersectionObserver(() => status.classList.toggle("said", !isSeen(form) || isSeen(drawing.querySelector(".percent"))));
+  const inSight = new IntersectionObserver(() => status.classList.toggle("said", !isSeen(form) || isSeen(drawing.querySelector(".h"))));
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name])
@@ -208,7 +212,7 @@ function explore(picture) {
     for (const button of figure.querySelectorAll(".presets button"))
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320); // 0: it is not laid out yet
-    const answer = [...drawing.querySelectorAll(".h")].at(-1);
+    const answer = drawing.querySelector(".h");
     answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
     inSight.disconnect();
     for (const x of [answer, form]) inSight.observe(x);

@@ -256,7 +256,7 @@ if (typeof Search !== "undefined") {
     let best = { score: 0, at: 0, long: 160, text: textOf(places[0]) };
     for (const here of places) {
       const text = here === place ? textOf(here) : own(here), lower = text.toLowerCase(), hits = [...text.matchAll(phrase)];
-      const hasAll = starts.every((x) => has(full.get(here), x)) ? 10 + 2 * starts.filter((x) => has(title, x)).length : 0;
+      const hasAll = starts.every((x) => has(full.get(here), x)) ? 10 + 3 * starts.filter((x) => has(title, x)).length : 0;
       const near = (at) => starts.filter((x) => lower.slice(at, at + 160).includes(x)).length;
       const found = hits.length ? [{ score: 100 + hits.length, at: hits[0].index, long: hits[0][0].length }]
         : [...lower.matchAll(begins(starts))].map(({ index }, _, all) => ({ score: near(index) + hasAll + all.length / 1000, at: index, long: 60 }));
