@@ -85,7 +85,6 @@ for (const pre of all(".highlight-python pre")) {
 for (const pre of all(".highlight-diff pre")) {
   let file, stretch = [];
   const dedent = () => {
-    const adds = !stretch.some((x) => x.localName === "del");
     const indent = indentOf(stretch.map((x) => x.textContent.slice(1)));
     for (const line of stretch.splice(0)) {
       const sign = document.createElement("i"), text = line.firstChild;
@@ -95,7 +94,6 @@ for (const pre of all(".highlight-diff pre")) {
       if (code) code.data = code.data.replace(RegExp(`^ {${indent}}`), "");
       line.style.setProperty("--indent", Math.min(8, Math.max(0, line.textContent.search(/\S/))));
       line.prepend(sign);
-      line.classList.toggle("only", adds);
     }
   };
   for (const line of pre.children) {
@@ -148,6 +146,10 @@ for (const picture of all('picture:has(img[src*="which_one"])')) fetch(picture.q
     if (!file) {
       const named = new Map(links.filter((x) => text.textContent.includes(x.textContent)).map((x) => [x.textContent, x.href]));
       for (const [name, url] of named) text.innerHTML = text.innerHTML.replace(name, `<a href="${url}">${name}</a>`);
+      for (const link of text.querySelectorAll("a")) { // a finger needs more room than its letters
+        const { x, y, width, height } = link.getBBox();
+        text.insertAdjacentHTML("afterend", `<a href="${link.href.baseVal}" tabindex="-1" aria-hidden="true"><rect x="${x}" y="${y + height / 2 - 13}" width="${width}" height="26" fill-opacity="0"/></a>`);
+      }
       continue;
     }
     const link = document.createElementNS("http://www.w3.org/2000/svg", "a"), box = text.previousElementSibling;

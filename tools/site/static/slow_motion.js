@@ -120,10 +120,10 @@ const circle = (x, y, r, kind) => `<circle cx="${at(x)}" cy="${at(y)}" r="${r}" 
 const line = (points, kind) => `<polyline points="${points.map((z) => z.map(at)).join(" ")}" class="${kind}"/>`;
 
 // The samples, and below them which of them each rank takes: time runs to the right.
-// A narrow picture has only the current epoch, and epoch 1 in thin lines to compare with.
+// A narrow picture has only the first and the current epoch: the first in thin lines, to compare with.
 // Two ranks that share the samples need half as many columns: these are wider, and end where the samples do.
 const THIN = 15, high = (size, wide) => Math.floor(wide ? 1.2 * size : size), EPOCH = (size) => 2 * high(size, true) + 28;
-const lanesTall = (size, wide) => wide ? size + 30 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 64;
+const lanesTall = (size, wide) => wide ? size + 30 + EPOCHS * EPOCH(size) : 3 * size + 2 * THIN + 84;
 function lanes(run, frame, left, size, wide) {
   const begun = (e, s) => frame.epoch > e || frame.epoch === e && frame.step >= s;
   const place = (i, w = size) => left + i * w + 4 * Math.floor(i / 4);
@@ -132,8 +132,8 @@ function lanes(run, frame, left, size, wide) {
   const w = run.overlaps ? size : (home(SAMPLES - 1) + free - left - 4) / 8;
   const count = new Map(), good = run.key === RIGHT ? "ok-ink" : "ink"; // a wrong run has nothing in green here
   const epochs = run.epochs.map(({ steps, repeats }, e) => {
-    const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 56 + 2 * THIN : 48 : 30);
-    if (!current) return e ? [] : [write(0, y + THIN + 4, "epoch 1", "ink small"), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
+    const current = wide || e === (frame.epoch ?? 0), y = size + (wide ? 54 + e * EPOCH(size) : current ? e ? 76 + 2 * THIN : 48 : 48);
+    if (!current) return e ? [] : [write(0, y - 8, "first and current epoch", "ink b"), ...RANKS.map((rank) => write(0, y + THIN * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small")), ...steps.flatMap((step, s) => RANKS.flatMap((rank) =>
       step[rank].taken.map((sample, i) => square(place(4 * s + i, w), y + rank * THIN, w, sample, run.overlaps && rank ? "rank1 twice" : `rank${rank}`, THIN))))];
     const parts = [write(0, y - 8, `epoch ${e + 1}`, "ink b")];
     for (const rank of RANKS) parts.push(write(0, y + h * (rank + 0.5) + 4.5, `rank ${rank}`, "ink small"));
@@ -199,13 +199,13 @@ function gradient(run, now, { epoch, step, phase }, width, wide) {
 // How far the models of the ranks are from each other after each step so far: the gap between
 // two lines that begin as one.
 function weight(run, steps, width, tall) {
-  const middle = 24 + tall / 2, wide = width > 400, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
+  const top = 38, middle = top + tall / 2, wide = width > 400, all = run.epochs.flatMap((epoch) => epoch.steps).length, span = width - 58, part = span / all;
   const last = steps.at(-1), x = part * steps.length, y = (step, rank) => middle + (rank - 0.5) * gap(step) / WIDEST * tall;
   const points = (rank) => [[0, middle], ...steps.map((step, i) => [part * (i + 1), y(step, rank)])];
-  const out = [write(0, 14, "how far apart the weights are", "ink b"), rule(0, middle, span, middle, "axis")];
+  const out = [write(0, 14, "distance", "ink b"), write(0, 29, "between the two ranks' weights", "soft small"), rule(0, middle, span, middle, "axis")];
   run.epochs.forEach((_, e) => {
     const [from, to] = [e, e + 1].map((edge) => edge * span / EPOCHS);
-    out.push(rule(to, 24, to, 24 + tall, "trail"), write((from + to) / 2, 38 + tall, `epoch ${e + 1}`, "soft small mid"));
+    out.push(rule(to, top, to, top + tall, "trail"), write((from + to) / 2, top + 14 + tall, `epoch ${e + 1}`, "soft small mid"));
   });
   if (last && gap(last)) {
     out.push(line([...points(0), ...points(1).reverse()], "gap"), write(width, 15, fixed(gap(last)), "apart bad-ink big end"));
@@ -251,7 +251,7 @@ function draw(key, index, room) {
   const half = wide ? gaps + SAMPLES * size + 28 : 0, rest = inner - half, tall = lanesTall(size, wide);
   const past = run.epochs.flatMap(({ steps }, e) => steps.filter((_, s) => e < frame.epoch || e === frame.epoch && s <= frame.step));
   const moved = frame.phase > 2 ? past : past.slice(0, -1);
-  const y = wide ? pad : tall + pad, fork = wide ? 70 : 36, row = wide ? 27 : 20, below = y + (wide ? 88 : 82), end = below + fork + (wide ? 56 : 50);
+  const y = wide ? pad : tall + pad, fork = wide ? 70 : 36, row = wide ? 27 : 20, below = y + (wide ? 88 : 82), end = below + fork + (wide ? 70 : 64);
   const parts = [[pad, pad, lanes(run, frame, left, size, wide)],
     [pad + half, y, gradient(run, past.at(-1), frame, rest, wide)],
     [pad + half, below, weight(run, moved, rest, fork)],
@@ -265,6 +265,14 @@ function draw(key, index, room) {
 function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
   const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count"), scrub = figure.querySelector("[type=range]");
+  // Where a line is off, what it had is struck.
+  for (const row of figure.querySelectorAll("label")) {
+    const [right, wrong] = [...row.querySelectorAll("code")].map((x) => x.textContent), off = row.querySelector(".off");
+    let same = 0;
+    while (right[same] === wrong[same]) same++;
+    const [gone, now] = wrong.startsWith("pass") ? [right, ""] : [right.slice(same).match(/^[A-Za-z]+_?/)[0], wrong.slice(same)];
+    off.innerHTML = `${wrong.slice(0, same)}<del>${gone}</del>${now}`.replaceAll(".", ".<wbr>");
+  }
   model.checked = false; // the page begins with a mistake, at the end of its run
   const key = () => [model, order, sampler].map((x) => x.checked ? 0 : 1).join("");
   const pictures = () => frames(read(key()));
@@ -283,7 +291,7 @@ function play(figure) {
   };
   const label = () => {
     caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
-    start.textContent = timer ? "Pause" : "Play";
+    start.textContent = timer ? "Pause" : index === last() ? "Play from the start" : "Play";
   };
   const follow = () => {
     const link = location.hash.match(/^#run=([01])([01])([01])&step=(\d+)$/);
