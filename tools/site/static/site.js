@@ -138,7 +138,8 @@ const wide = "article pre, article .table-wrapper";
 for (const box of all(wide)) reach.observe(box);
 
 // The boxes of the picture of which_one lead where the files of the list below it lead,
-// and so do the pages that it names.
+// and so do the pages that it names: a finger needs more room than their letters.
+const room = ({ x, y, width, height }) => `<rect x="${x}" y="${y + height / 2 - 13}" width="${width}" height="26" fill-opacity="0"/>`;
 for (const picture of all('picture:has(img[src*="which_one"])')) fetch(picture.querySelector("img").currentSrc).then((got) => got.text()).then((svg) => {
   picture.outerHTML = svg.replace('role="img"', 'role="group"');
   for (const text of all("article svg text")) {
@@ -146,16 +147,16 @@ for (const picture of all('picture:has(img[src*="which_one"])')) fetch(picture.q
     if (!file) {
       const named = new Map(links.filter((x) => text.textContent.includes(x.textContent)).map((x) => [x.textContent, x.href]));
       for (const [name, url] of named) text.innerHTML = text.innerHTML.replace(name, `<a href="${url}">${name}</a>`);
-      for (const link of text.querySelectorAll("a")) { // a finger needs more room than its letters
-        const { x, y, width, height } = link.getBBox();
-        text.insertAdjacentHTML("afterend", `<a href="${link.href.baseVal}" tabindex="-1" aria-hidden="true"><rect x="${x}" y="${y + height / 2 - 13}" width="${width}" height="26" fill-opacity="0"/></a>`);
-      }
+      for (const link of text.querySelectorAll("a"))
+        text.insertAdjacentHTML("afterend", `<a href="${link.href.baseVal}" tabindex="-1" aria-hidden="true">${room(link.getBBox())}</a>`);
       continue;
     }
     const link = document.createElementNS("http://www.w3.org/2000/svg", "a"), box = text.previousElementSibling;
     link.setAttribute("href", (file.nextElementSibling ?? file).href);
+    if (box?.localName !== "rect") link.innerHTML = room(text.getBBox());
     text.replaceWith(link);
-    link.append(...box?.localName === "rect" ? [box] : [], text);
+    if (box?.localName === "rect") link.append(box);
+    link.append(text);
   }
 }).catch(() => {}); // a page that was opened as a file keeps the picture
 
