@@ -143,7 +143,8 @@ def losses_of(page, epoch):
 def test_a_phone_gets_the_words_of_each_picture():
     def words_of(path):
         texts = re.findall(">([^<]+)</text", path.read_text())
-        return {*re.findall(r"\w+", str(texts))}
+        # The narrow picture of slow motion says which two of the three epochs it has.
+        return {*re.findall(r"\w+", str(texts))} - {"first", "and", "current"}
 
     for narrow in (ROOT / "docs/pictures").glob("*_narrow.svg"):
         wide = narrow.with_name(narrow.name.replace("_narrow", ""))
