@@ -16,6 +16,7 @@ utils.py tests/trunk/test_zoo.py variants/fsdp.py
 multinode.py tests/trunk/test_zoo.py variants/fsdp.py
 variants/fsdp.py tests/trunk/test_zoo.py variants/sharded_snapshot.py
 variants/diloco.py tests/trunk/test_zoo.py
+variants/diloco.py tests/cluster/test_cluster.py
 tests/helpers/zoo.py tests/trunk/test_zoo.py variants/fsdp.py
 tests/hooks/probe.py tests/trunk/test_zoo.py variants/fsdp.py
 tests/conftest.py tests/trunk/test_zoo.py variants/fsdp.py

@@ -4,12 +4,10 @@
 
 It may fail if its file has changed, a file that this one names, a file that all tests
 share, or a script. If a parameter of the test is a script, then only this script, those
-that it comes from and those of the root count. If the test's file has no list of
-scripts, then only those of the root and those that it names count.
+that it comes from and those of the root count.
 """
 
 import functools
-import re
 
 import pytest
 
@@ -18,8 +16,6 @@ from tools.prove import record
 from tools.prove.inputs import PLACE, all_named, digest_of_files
 from tools.prove.record import Proof
 from tools.scripts import ROOT, SCRIPTS, ancestry, trunk
-
-LISTS = r"(SCRIPTS|EDGES|PARENTS|DISTRIBUTED|UNDER_TORCHRUN|SPAWNED)\b"
 
 proofs = {}  # {test: its proof}, of those that have not failed
 
@@ -35,24 +31,17 @@ def is_shared(name):
     return name in ("utils.py", "pyproject.toml")
 
 
-def may_list_scripts(name):
-    """Whether a file of tests, or of benchmarks, may hold a list of scripts."""
-    is_ours = name.startswith(("tests/", "benchmarks/"))
-    return is_ours and name.endswith(".py") and not name.endswith("conftest.py")
-
-
 @functools.cache
 def depends_on(file, about):
-    """A hash of all that a test of `file` about some scripts depends on."""
+    """A hash of all that a test of `file` about some scripts depends on.
+
+    A test that is about none may read them all.
+    """
     files = all_named([file])
-    lists = filter(may_list_scripts, files)
-    code = "\n".join((ROOT / name).read_text() for name in lists)
-    if "copy_tree" in code:
+    tests = [name for name in files if name.startswith("tests/")]
+    if any("copy_tree" in (ROOT / name).read_text() for name in tests):
         files.update(name for name in file_names() if not name.endswith(".md"))
-    if about:
-        files.update(*map(ancestry, about))
-    elif re.search(LISTS, code):
-        files.update(SCRIPTS)
+    files.update(*map(ancestry, about or SCRIPTS))
     shared = filter(is_shared, file_names())
     return digest_of_files(files.union(shared, trunk()))
 
