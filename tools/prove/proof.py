@@ -75,13 +75,22 @@ def code_of(path):
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
             continue
         code = ast.unparse(node)
-        # The names that a statement sets, or that a loop fills
-        defined = {*re.findall(r"\w+", code.partition("=")[0])}
-        if hasattr(node, "name"):
-            defined = {node.name}
-        for name in defined:
+        for name in names_set_by(node):
             codes[name] = codes.get(name, "") + code
     return codes
+
+
+def names_set_by(statement):
+    """The names that a statement defines, sets or fills, in its blocks as well."""
+    if hasattr(statement, "name"):
+        return {statement.name}
+    names = set()
+    for node in ast.walk(statement):
+        if hasattr(node, "name"):
+            names.add(node.name)
+        elif isinstance(getattr(node, "ctx", None), ast.Store):  # x, x[0] or x.y
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
 
 
 @functools.cache
