@@ -23,7 +23,9 @@ def in_a_fork(function):
             pid = os.fork()
             if pid == 0:
                 write_down(file, function, *arguments, **options)
-            os.waitpid(pid, 0)
+            _, status = os.waitpid(pid, 0)
+            status = os.waitstatus_to_exitcode(status)
+            assert status == 0, f"the fork of {function.__name__} ended with {status}"
             file.seek(0)
             result, failure = torch.load(file)
         assert not failure, failure
