@@ -3,6 +3,7 @@
 import ast
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.scripts import SCRIPTS, tree
 
@@ -25,6 +26,32 @@ def task_of(name):
 
 
 OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
+
+
+class Exceptions(NamedTuple):
+    """In what a script is unlike the others, as far as tests of all scripts ask."""
+
+    own_numbers: bool = False  # with any model they differ from its parent's
+    knows_its_end: bool = False  # with a later end, its first epochs are others
+    waits: bool = False  # for the device, inside of a step
+    leaves: str = ""  # what follows "snapshot.pt" in the names of more files: a pattern
+
+
+EXCEPTIONS = {
+    "variants/real_job.py": Exceptions(
+        own_numbers=True,  # its learning rate changes in each step
+        knows_its_end=True,  # the rate falls until then
+        leaves=r"\.csv",  # its log
+    ),
+    "variants/sharded_snapshot.py": Exceptions(
+        waits=True,  # a thread saves while steps go on
+        leaves=r"\.5\.\w{8}",  # the folder of parts
+    ),
+}
+
+
+def exceptions_of(name):
+    return EXCEPTIONS.get(name, Exceptions())
 
 
 def own_tests(name):

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 
 import single_gpu
 import utils
-from tests.helpers.scripts import definition
+from tests.helpers.scripts import definition, exceptions_of
 from tools.prove import cases
 from tools.scripts import SCRIPTS, ancestry
 
@@ -312,9 +312,6 @@ REPLACED = {
     "variants/ddp2.py": {"evaluate_retrieval": evaluate},
     "variants/real_job.py": {"prepare_dataloader": single_gpu.prepare_dataloader},
 }
-# Scripts whose idea changes the numbers with any model: they are compared with
-# themselves on one process, and not with their parents.
-ALONE_FIRST = ["variants/real_job.py"]
 WAITS = "a rank waits for the other until gloo's time-out"
 HANGS = dict.fromkeys(["fsdp", "sharded_snapshot", "preemptible"], WAITS)
 HANGS["diloco"] = "gloo aborts: the ranks send different states"
@@ -330,5 +327,6 @@ if __name__ == "__main__":
     # All runs here share the mesh that PyTorch keeps, so that nobody may empty it.
     utils.forget_meshes = lambda model: None
     names, chosen = [words.split(",") for words in sys.argv[1:]]
+    alone_first = [name for name in names if exceptions_of(name).own_numbers]
     makers = {case: brought_by_reader(case) for case in chosen}
-    cases.run_cases(makers, names, REPLACED, NOT_RUN, ALONE_FIRST)
+    cases.run_cases(makers, names, REPLACED, NOT_RUN, alone_first)

@@ -19,10 +19,10 @@ from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
 from tests.helpers.scripts import task_of
 from tests.hooks.accelerators import share_one_gpu
-from tools.run.launch import environment, plant, train
+from tools.run.launch import UNDER_TORCHRUN, environment, plant, train
 from tools.run.processes import Program
 from tools.run.results import losses
-from tools.scripts import ROOT, SCRIPTS
+from tools.scripts import ROOT, SCRIPTS, calls
 
 
 @in_a_fork
@@ -108,13 +108,8 @@ def test_it_resumes_bit_for_bit(name, tmp_path):
     assert_same_snapshot(tmp_path / "resumed", tmp_path / "undisturbed")
 
 
-BY_GLOO = [
-    "multinode.py",
-    "variants/ddp2.py",
-    "variants/diloco.py",
-    "variants/preemptible.py",
-    "variants/real_job.py",
-]
+IN_PARTS = {"fully_shard", "parallelize_module"}  # which gloo cannot do on GPUs
+BY_GLOO = [name for name in UNDER_TORCHRUN if not IN_PARTS & {*calls(name)}]
 
 
 @pytest.mark.parametrize("name", BY_GLOO)

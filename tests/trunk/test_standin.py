@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.helpers.checks import STANDIN, noted
+from tests.helpers.scripts import exceptions_of
 from tests.hooks.accelerators import note_standin
 from tools.run.launch import DISTRIBUTED, launch, run_script, train
 from tools.run.processes import Program
@@ -33,7 +34,7 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     """Two devices also resume. In a step, nothing waits for a device."""
     ranks = devices if name in DISTRIBUTED else 1
     ends = [2, 5]
-    if devices == 4 or "real_job" in name:  # its rate follows from the end
+    if devices == 4 or exceptions_of(name).knows_its_end:
         ends = [5]
     found = []
     for end in ends:
@@ -56,7 +57,7 @@ def test_a_script_trains_as_on_the_cpu(runs, name, devices, tmp_path):
     if "DistributedDataParallel" in calls(name):
         expected = {"copies that wait": 2}  # it sends the order of its buckets, once
     for seen in noted(tmp_path, "seen", ranks):
-        if "sharded_snapshot" in name:  # a thread saves while steps go on, and waits
+        if exceptions_of(name).waits:
             seen.pop("waits", None)
         assert seen == expected
 

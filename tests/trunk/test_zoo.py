@@ -94,8 +94,8 @@ real_job | some parameters | resumed, it differs | gradients of others enter the
 
 HELP = """
 If your script is right, say why in a row of OTHERWISE in this file. If nearly all cases
-"differ", add it to ALONE_FIRST in tests/helpers/zoo.py. If a case hangs, add it to
-NOT_RUN there. CONTRIBUTING.md says more: "Write the script".
+"differ", say so in EXCEPTIONS in tests/helpers/scripts.py. If a case hangs, add it to
+NOT_RUN in tests/helpers/zoo.py. CONTRIBUTING.md says more: "Write the script".
 """
 
 
