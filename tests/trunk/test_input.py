@@ -157,83 +157,10 @@ def test_the_device_of_a_process(machine):
 # The objects of load_train_objs
 
 
-OF_TWO_RANKS = """
-import torch
-import torch.distributed as dist
-import utils
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-utils.time.sleep = print  # (the others' time to speak)
-model = torch.nn.Linear(1, 1, bias=False)
-
-
-def told(function, *arguments):
-    try:
-        function(*arguments)
-    except SystemExit:
-        return True
-    return False
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(9))
-
-
-def samples(pair):
-    return range(pair[rank])
-
-
-def refuse_samples(train, held_out, batch=1):
-    train_set = samples(train)
-    eval_set = samples(held_out)
-    return told(utils.check_data, train_set, eval_set, batch)
-
-
-def refuse_weights(*weights):
-    model.weight.data.fill_(weights[rank])
-    return told(utils.check_state, [], model, "s.pt")
-
-
-assert not refuse_samples((80, 80), (9, 9), batch=40)
-assert refuse_samples((80, 80), (9, 9), batch=41)
-assert refuse_samples((80, 80), (0, 0))
-assert refuse_samples((80, 81), (9, 9))
-assert told(utils.check_data, Stream(), range(9), 1)
-assert refuse_samples((80, 80), (9, 10))
-assert not refuse_weights(1, 1.000009)
-assert refuse_weights(1, 1.000011)
-assert refuse_weights(-1, 1)
-assert refuse_weights(1, torch.nan)
-
-# The gradients of a layer before a softmax add up to 0: its sum tells nothing.
-model = torch.nn.Linear(2, 1, bias=False)
-model.weight.data = torch.tensor([[1.0 + 1e-4 * rank, -1e-4 * rank]])
-assert told(utils.check_state, [], model, "s.pt")
-
-# What counts is the norm: the sum of these weights is 0.
-for apart, is_told in ((1e-7, False), (5e-5, True)):
-    model.weight.data = torch.tensor([[1.0, -1 + apart * rank]])
-    assert told(utils.check_state, [], model, "s.pt") == is_told
-
-# A head that differs is not drowned by a table that does not, trained or frozen.
-for frozen in (False, True):
-    model = torch.nn.ModuleDict(
-        {"table": torch.nn.Embedding(1000, 1000), "head": torch.nn.Linear(2, 1)}
-    )
-    torch.nn.init.constant_(model["table"].weight, 1000)
-    model["table"].weight.requires_grad = not frozen
-    torch.nn.init.constant_(model["head"].weight, 1)
-    model["head"].bias.data.fill_(1 + 1e-4 * rank)
-    assert told(utils.check_state, [], model, "s.pt")
-"""
-
-
 def test_what_ranks_must_have_in_common(tmp_path):
     """The numbers of training and of held-out samples, and each weight to 1e-5."""
-    (tmp_path / "ranks.py").write_text(OF_TWO_RANKS)
-    done = torchrun("ranks.py", cwd=tmp_path, PYTHONPATH=ROOT)
+    script = ROOT / "tests/helpers/ranks_that_differ.py"
+    done = torchrun(script, cwd=tmp_path, PYTHONPATH=ROOT)
     sizes = "[(80, 9), (80, 10)]"
     both_say = [
         f"ranks have different numbers of (training, held-out) samples: {sizes}",
@@ -243,7 +170,7 @@ def test_what_ranks_must_have_in_common(tmp_path):
         "weight has weights that are not finite, not saved to s.pt",
     ]
     for line in both_say:
-        assert done.stderr.count(f"ranks.py: error: {line}\n") >= 2
+        assert done.stderr.count(f"{script.name}: error: {line}\n") >= 2
 
 
 def test_a_snapshot_that_was_saved_inside_an_epoch(line_of):
