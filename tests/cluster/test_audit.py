@@ -6,8 +6,9 @@ from typing import NamedTuple
 import pytest
 
 from cluster import audit
+from tests.helpers.gpt_runs import GPT
 from tests.helpers.trainings import RIGHT, WRONG
-from tools.run.launch import DISTRIBUTED, command, plant, train
+from tools.run.launch import DISTRIBUTED, command, plant, torchrun_words, train
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT, SCRIPTS
@@ -18,7 +19,7 @@ BEFORE = "docs/convert_your_script/before.py"
 STEP1 = "docs/convert_your_script/step1.py"
 AFTER = "docs/convert_your_script/after.py"
 SHARDED = "docs/shard_your_model/after_fsdp.py"
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = torchrun_words(2)
 # Workers take most of the time. Of test_clean, "three ranks" has them.
 SHORT = ["--epochs=2", "--workers=0"]
 TOGETHER = [*TORCHRUN, "after.py", *SHORT]
@@ -140,15 +141,14 @@ def test_right(tmp_path, name):
     check_passed(audited_training(tmp_path, name), verdict)
 
 
-GPT = [*TORCHRUN, "-m", "mingpt.train", "--data", ROOT / "LICENSE", "--steps=40"]
-GPT += ["--eval-every=10", "--n-layer=2", "--n-embd=64", "--compile=off"]
+MINGPT = [*TORCHRUN, *GPT, "--steps=40", "--eval-every=10"]
 LOOP = ["-m", "variants.train_loop", 3, 1, "--gpu-mode"]
 CLEAN = {name: command(name, 2, 1) for name in DISTRIBUTED} | {
     "step1": ["python", ROOT / STEP1, *SHORT],
     "three ranks": ["torchrun", "--nproc-per-node=3", ROOT / AFTER, "--epochs=2"],
-    "mingpt": [*GPT, "--dropout=0.1"],
-    "mingpt --shard": [*GPT, "--shard"],
-    "mingpt --split": [*GPT, "--split=2"],
+    "mingpt": [*MINGPT, "--dropout=0.1"],
+    "mingpt --shard": [*MINGPT, "--shard"],
+    "mingpt --split": [*MINGPT, "--split=2"],
     "train_loop": ["python", *LOOP, "ddp"],
     "train_loop, ddp2": [*TORCHRUN, *LOOP, "ddp2"],
 }

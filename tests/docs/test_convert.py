@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from tests.helpers.checks import fence, observed
-from tools.run.launch import plant, run_script, torchrun
+from tools.run.launch import plant, run_script, torchrun, torchrun_words
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -29,10 +29,10 @@ def train_page_script(script, epochs, *options, cwd, **env):
 
 def compared(folder, nprocs):
     """The exit status of the audit of after.py, which compares it with before.py."""
-    options = "--epochs=2 --workers=0"
-    words = f"torchrun --standalone --nproc-per-node={nprocs} after.py {options}"
-    like = f"--like=python before.py {options}"
-    command = ["python", "-m", "cluster.audit", like, *words.split()]
+    options = ["--epochs=2", "--workers=0"]
+    like = " ".join(["--like=python before.py", *options])
+    command = ["python", "-m", "cluster.audit", like]
+    command += [*torchrun_words(nprocs), "after.py", *options]
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
     # The audit watches interpreters from their start.
     return Program(command, folder, real=True, **env).finish().returncode

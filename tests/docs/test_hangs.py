@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tools.run.launch import plant
+from tools.run.launch import plant, torchrun_words
 from tools.run.processes import PATH, Program, wait_until
 from tools.scripts import ROOT
 
@@ -36,8 +36,7 @@ def skipped(tmp_path_factory):
         ("timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT_S})"),
         ("save()  # this", loader),
     )
-    command = f"torchrun --standalone --nproc-per-node=2 {script} skip"
-    program = Program(command.split(), folder, real=True)
+    program = Program([*torchrun_words(2), script, "skip"], folder, real=True)
     # The first is written after 1 s, and the loop takes less.
     wait_until(lambda: program.poll() or len([*folder.glob("trace_?")]) == 2)
     looked = Program(["sh", STACKS, program.pid], folder, real=True).finish()

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from tests.helpers.checks import assert_same_snapshot
 from tests.hooks import replace, write
 from tests.hooks.faults import in_step
+from tools.run.launch import torchrun_words
 from tools.run.processes import Program
 from tools.run.results import load, weights
 from tools.scripts import ROOT
 
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
 TINY += " --compile off --precision fp32"
+GPT = ["-m", "mingpt.train", "--data", ROOT / "LICENSE", *TINY.split()]
 # Each of two ranks then takes 4 blocks in a step, which are 8 together.
 SHARE_OF_TWO = "--batch-size 2 --accumulate 2"
 
@@ -35,11 +37,8 @@ def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
     options: as typed, besides TINY's. nprocs: the processes that torchrun starts; None
     if python starts it. status: how it must end. real, hooks, env: those of `launch`.
     """
-    words = ["python"]
-    if nprocs:
-        words = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
-    words += ["-m", "mingpt.train", "--data", ROOT / "LICENSE"]
-    words += f"{TINY} {options}".split()
+    start = torchrun_words(nprocs) if nprocs else ["python"]
+    words = [*start, *GPT, *options.split()]
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
     if not real:
         hooks = [compile_without_a_pool, *hooks]

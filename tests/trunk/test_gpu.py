@@ -19,7 +19,13 @@ from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
 from tests.helpers.scripts import task_of
 from tests.hooks.accelerators import share_one_gpu
-from tools.run.launch import UNDER_TORCHRUN, environment, plant, train
+from tools.run.launch import (
+    UNDER_TORCHRUN,
+    environment,
+    plant,
+    torchrun_words,
+    train,
+)
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
@@ -51,7 +57,7 @@ needs_gpu = pytest.mark.skipif(
     KIND == "standin", reason="compiles for GPUs: no GPU answers"
 )
 pytestmark = pytest.mark.waits
-TEXT = ["--data", ROOT / "LICENSE", "--cache", "tokens"]
+TEXT = ["--data", ROOT / "LICENSE"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,9 +77,7 @@ def assert_near(found, expected, rtol=1e-3):
 
 def run_on_gpu(*words, cwd, nprocs=None, status=0, **env):
     """Done of `python WORDS`, or of torchrun: on the GPU, unless `env` is another."""
-    start = ["python"]
-    if nprocs:
-        start = ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
+    start = torchrun_words(nprocs) if nprocs else ["python"]
     env = environment(ROOT / "multigpu.py", env or ENV)
     return Program([*start, *words], cwd, REAL, **env).end_with(status)
 

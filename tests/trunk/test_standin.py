@@ -8,9 +8,16 @@ import re
 import pytest
 
 from tests.helpers.checks import STANDIN, noted
+from tests.helpers.gpt_runs import GPT
 from tests.helpers.scripts import exceptions_of
 from tests.hooks.accelerators import note_standin
-from tools.run.launch import DISTRIBUTED, launch, run_script, train
+from tools.run.launch import (
+    DISTRIBUTED,
+    launch,
+    run_script,
+    torchrun_words,
+    train,
+)
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
@@ -93,26 +100,23 @@ def test_ranks_of_a_layer_later_draw_alike(tmp_path):
 
 
 # One sample, after the last step: each of its 200 tokens is a pass through the model.
-GPT = f"mingpt.train --steps 4 --eval-every 4 --data {ROOT}/README.md --cache tokens"
-GPT += " --n-layer 2 --n-embd 32 --block-size 16 --compile off --precision fp32"
-LOOP = "variants.train_loop 2 1 --gpu-mode"
-TORCHRUN = "torchrun --standalone --nproc-per-node=2"
+TORCHRUN = torchrun_words(2)
+MINGPT = [*TORCHRUN, *GPT, "--steps=4", "--eval-every=4"]
+LOOP = ["-m", "variants.train_loop", 2, 1, "--gpu-mode"]
 COMMANDS = {
-    "mingpt": f"{TORCHRUN} -m {GPT}",
-    "mingpt --shard": f"{TORCHRUN} -m {GPT} --shard",
-    "mingpt --split": f"{TORCHRUN} -m {GPT} --split 2",
-    "train_loop, dp": f"python -m {LOOP} dp",
-    "train_loop, ddp": f"{TORCHRUN} -m {LOOP} ddp",
-    "train_loop, ddp2": f"{TORCHRUN} -m {LOOP} ddp2",
+    "mingpt": MINGPT,
+    "mingpt --shard": [*MINGPT, "--shard"],
+    "mingpt --split": [*MINGPT, "--split=2"],
+    "train_loop, dp": ["python", *LOOP, "dp"],
+    "train_loop, ddp": [*TORCHRUN, *LOOP, "ddp"],
+    "train_loop, ddp2": [*TORCHRUN, *LOOP, "ddp2"],
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_module_trains_as_on_the_cpu(name, tmp_path):
-    words = COMMANDS[name].split()
-
     def run(folder, **env):
-        return Program(words, folder, **env).succeed().stdout
+        return Program(COMMANDS[name], folder, **env).succeed().stdout
 
     def losses_in(output):
         without_speed = re.sub(r"[\d,]+ (tokens|samples)/s.*", "", output)

@@ -24,14 +24,13 @@ from tests.helpers.made_once import made_once
 from tests.helpers.needs import needs_slurm
 from tests.helpers.own_disks import free_port
 from tests.hooks import replace
-from tools.run.launch import train
+from tools.run.launch import torchrun_words, train
 from tools.run.processes import Program
 from tools.run.results import load, losses, same_bits
 from tools.scripts import ROOT
 from variants import train_loop
 
 PYTHON = ["python", "-m", "variants.train_loop"]
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2", *PYTHON[1:]]
 SNAPSHOT = "snapshot.pt"
 HERE = vars(train_loop)
 
@@ -369,7 +368,7 @@ def test_nested_batches_metrics_and_predictions(modes, tmp_path, mode):
         total = (expected - targets).sum().item()
         assert loop.history[-1]["sum"] == pytest.approx(total, abs=1e-4)
 
-    start_loop(main, tmp_path, TORCHRUN).succeed()
+    start_loop(main, tmp_path, [*torchrun_words(2), *PYTHON[1:]]).succeed()
     folder, _ = modes("ddp")
     assert_same_weights(tmp_path / SNAPSHOT, folder / SNAPSHOT)
 

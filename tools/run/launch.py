@@ -127,10 +127,14 @@ def train(script, *arguments, timeout_s=TIMEOUT_S, **how):
     return done
 
 
+def torchrun_words(nprocs):
+    """What to type before a program, to start it so many times on this machine."""
+    return ["torchrun", "--standalone", f"--nproc-per-node={nprocs}"]
+
+
 def torchrun(*words, cwd, nprocs=2, timeout_s=TIMEOUT_S, **how):
     """Run `torchrun WORDS` on this machine, and insist that it ends well: Done."""
-    one_machine = "torchrun", "--standalone", f"--nproc-per-node={nprocs}"
-    return Program([*one_machine, *words], cwd, **how).succeed(timeout_s)
+    return Program([*torchrun_words(nprocs), *words], cwd, **how).succeed(timeout_s)
 
 
 def run_script(script, *arguments, cwd, **env):
