@@ -141,7 +141,7 @@ def test_right(tmp_path, name):
     check_passed(audited_training(tmp_path, name), verdict)
 
 
-MINGPT = [*TORCHRUN, *GPT, "--steps=40", "--eval-every=10"]
+MINGPT = [*TORCHRUN, *GPT.split(), "--steps=40", "--eval-every=10"]
 LOOP = ["-m", "variants.train_loop", 3, 1, "--gpu-mode"]
 CLEAN = {name: command(name, 2, 1) for name in DISTRIBUTED} | {
     "step1": ["python", ROOT / STEP1, *SHORT],

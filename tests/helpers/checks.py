@@ -30,6 +30,11 @@ def observed(log):
     return {"PYTHONPATH": f"{observer}:{ROOT}", "THREADS_LOG": log}
 
 
+def assert_no_gloo_thread(log):
+    """None of two ranks that were `observed` has left one."""
+    assert [file.read_text() for file in log.iterdir()] == ["[]", "[]"]
+
+
 def hooks_to_compare(name):
     """The hooks with which a script's numbers may be compared with another script's.
 

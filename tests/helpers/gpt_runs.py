@@ -20,7 +20,7 @@ from tools.scripts import ROOT
 
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 8"
 TINY += " --compile off --precision fp32"
-GPT = ["-m", "mingpt.train", "--data", ROOT / "LICENSE", *TINY.split()]
+GPT = f"-m mingpt.train --data {ROOT}/LICENSE {TINY}"
 # Each of two ranks then takes 4 blocks in a step, which are 8 together.
 SHARE_OF_TWO = "--batch-size 2 --accumulate 2"
 
@@ -38,7 +38,7 @@ def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
     if python starts it. status: how it must end. real, hooks, env: those of `launch`.
     """
     start = torchrun_words(nprocs) if nprocs else ["python"]
-    words = [*start, *GPT, *options.split()]
+    words = [*start, *f"{GPT} {options}".split()]
     env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1} | env
     if not real:
         hooks = [compile_without_a_pool, *hooks]

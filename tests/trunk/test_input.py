@@ -12,9 +12,7 @@ from torch.optim import SGD
 import utils
 from tests.helpers.checks import help_of
 from tools.run.launch import launch, run_script, torchrun, train
-from tools.scripts import ROOT
-
-TRUNK = ["single_gpu.py", "multigpu.py", "multinode.py"]  # each way of starting
+from tools.scripts import ROOT, trunk
 
 ARGUMENTS = {
     "": "the following arguments are required: total_epochs, save_every",
@@ -62,7 +60,7 @@ def test_underscored_options_are_understood(tmp_path):
     assert not os.listdir(tmp_path), "a path is tried out, and nothing is left"
 
 
-@pytest.mark.parametrize("name", TRUNK)
+@pytest.mark.parametrize("name", trunk())
 def test_help(name, tmp_path):
     shown = help_of(name, tmp_path)
     assert "total_epochs save_every" in shown
@@ -220,7 +218,7 @@ def test_not_a_snapshot(kind, tmp_path, line_of):
     assert line.startswith(f"{path} is cut short or no snapshot: ")
 
 
-@pytest.mark.parametrize("name", TRUNK)
+@pytest.mark.parametrize("name", trunk())
 def test_snapshot_of_another_model(name, tmp_path):
     path = tmp_path / "snapshot.pt"
     torch.save(snapshot_of(torch.nn.Linear(30, 1)), path)

@@ -19,6 +19,7 @@ from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.notes import note_device, note_memory
 from tools.run.launch import DISTRIBUTED, launch, train
 from tools.run.results import load
+from tools.scripts import trunk
 
 
 @pytest.mark.parametrize("moment", ["save", "fsync", "replace"])
@@ -179,7 +180,7 @@ def test_multinode_spreads_the_newest_snapshot(runs, tmp_path, found, lines):
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/clear_refs"), reason="only Linux counts peaks there"
 )
-@pytest.mark.parametrize("name", ["single_gpu.py", "multigpu.py", "multinode.py"])
+@pytest.mark.parametrize("name", trunk())
 def test_the_memory_that_a_resume_takes(name, tmp_path):
     """A job that trains is not too big to resume: once the snapshot on each rank.
 
