@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.report import make_parser
 from tools.cli import error
 from tools.run.hosts import Hosts, why_not
-from tools.run.launch import plant
+from tools.run.launch import copy_script
 from tools.run.results import load, same_bits
 
 KINDS = ["worker", "agent", "host"]
@@ -110,7 +110,7 @@ class Job:
 def train(hosts, kills, seed, workers):
     """Do it all and print it."""
     # While a host is dead, the others wait no longer than this for what it sends.
-    plant("multinode.py", hosts.folder, ("minutes=5", "seconds=20"))
+    copy_script("multinode.py", hosts.folder, ("minutes=5", "seconds=20"))
     where = "--standalone --nproc-per-node=2" if workers else ON_TWO_HOSTS
     epochs = 40 * kills
     words = f"torchrun --max-restarts={kills} {where} {SCRIPT} {epochs} 1".split()

@@ -135,7 +135,7 @@ def typed(folder, name):
 
     The scripts of the root run in new interpreters, as a user starts them.
     """
-    launch.plant(name, folder)
+    launch.copy_script(name, folder)
     (words,) = commands(name)
     real = name in trunk()
     done = Program(words, folder, real, PYTHONPATH=folder).succeed()

@@ -8,7 +8,7 @@ import pytest
 from cluster import audit
 from tests.helpers.gpt_runs import GPT
 from tests.helpers.trainings import RIGHT, WRONG
-from tools.run.launch import DISTRIBUTED, command, plant, torchrun_words, train
+from tools.run.launch import DISTRIBUTED, command, copy_script, torchrun_words, train
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT, SCRIPTS
@@ -70,7 +70,7 @@ def audited(folder, words, home=ROOT):
 def audited_change(folder, said, changes):
     """The Report of a changed script. said: its name, and options."""
     name, *options = said.split()
-    script = plant(name, folder, *changes)
+    script = copy_script(name, folder, *changes)
     words = [*TORCHRUN, script, *SHORT]
     if name in SCRIPTS:
         words = command(script, 2, 1, *options)
@@ -186,8 +186,8 @@ def test_another_script_is_compared(tmp_path, name):
     """Both scripts have dropout, and neither has a switch."""
     said, changes = UNLIKE[name]
     status, _, text = said.partition(" | ")
-    plant(BEFORE, tmp_path)
-    plant(AFTER, tmp_path, *changes)
+    copy_script(BEFORE, tmp_path)
+    copy_script(AFTER, tmp_path, *changes)
     done = run_audit(tmp_path, LIKE, *TOGETHER, status=int(status), **IN_FORKS)
     assert text in done.stdout + done.stderr
 
@@ -206,7 +206,7 @@ STATE = '        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])\n'
 def test_a_killed_run_is_compared_with_its_resume(
     tmp_path, launcher, script, changes, status, said
 ):
-    command = *launcher, plant(script, tmp_path, *changes), *SHORT
+    command = *launcher, copy_script(script, tmp_path, *changes), *SHORT
     options = "--kill=20", "--snapshot=stripes_snapshot.pt"
     done = run_audit(tmp_path, *options, *command, status=status, **IN_FORKS)
     assert said in done.stdout
@@ -215,8 +215,8 @@ def test_a_killed_run_is_compared_with_its_resume(
 def test_a_name_that_pytorch_has_given_up(tmp_path):
     """The command runs on, and the audit says why it has seen nothing."""
     gone = "batchnorm._NormBase\n", "batchnorm._Gone\n"
-    plant("cluster/audit_watch.py", tmp_path, gone)
-    script = plant("cluster/audit.py", tmp_path)
+    copy_script("cluster/audit_watch.py", tmp_path, gone)
+    script = copy_script("cluster/audit.py", tmp_path)
     words = ["python", script, "python", "-c", "import torch; print('ended')"]
     done = Program(words, tmp_path).end_with(2)
     assert done.stdout == "ended\n"
@@ -232,7 +232,7 @@ def test_a_watched_run_saves_the_same_bits(tmp_path):
 
 
 def test_what_the_report_says(tmp_path, monkeypatch):
-    plant(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
+    copy_script(AFTER, tmp_path, ("        sampler.set_epoch(epoch)\n", ""))
     done = run_audit(tmp_path, "--batches=4", "--folder=kept", *TOGETHER, status=1)
     for line in (
         "MISTAKE 1: all epochs have the same order of samples",

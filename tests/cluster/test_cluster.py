@@ -14,7 +14,7 @@ from tests.helpers.checks import assert_same_weights
 from tests.helpers.needs import needs_hosts
 from tests.hooks.timing import slow_steps
 from tools.run.hosts import Hosts
-from tools.run.launch import plant
+from tools.run.launch import copy_script
 from tools.run.results import load
 from tools.scripts import ROOT
 
@@ -43,7 +43,9 @@ def words_of(script, arguments, nnodes=2, nproc=1, host="node0", conf=RENDEZVOUS
 def impatient(folder, *changes):
     """A copy whose collectives wait for 10 s, and whose steps take 10 ms longer."""
     soon = ("timedelta(minutes=5)", "timedelta(seconds=10)")
-    return plant("multinode.py", folder / "copy", soon, *changes, hooks=[slow_steps])
+    return copy_script(
+        "multinode.py", folder / "copy", soon, *changes, hooks=[slow_steps]
+    )
 
 
 def epochs(job):

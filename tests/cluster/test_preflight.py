@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.needs import needs_hosts
 from tools.run.hosts import PATH, Hosts
-from tools.run.launch import plant
+from tools.run.launch import copy_script
 from tools.run.processes import Program
 from tools.scripts import ROOT
 
@@ -123,7 +123,7 @@ def test_faults_of_a_host(tmp_path):
         smi.chmod(0o755)
         sums = "            dist.all_reduce(mine, group=group)\n"
         of_one_type = "torch.float32 if group else torch.bfloat16"
-        wrong = plant(
+        wrong = copy_script(
             NAME,
             tmp_path / "copy",
             ("str(torch.__version__)", "'1.2.3'"),
@@ -146,7 +146,7 @@ def test_a_slow_card(tmp_path):
             host.slow("200mbit")
         send = "                dist.send(data, peer)\n"
         wait = "                time.sleep(0.7 * (me == 3))\n"
-        slow = plant(NAME, tmp_path / "copy", (send, wait + send))
+        slow = copy_script(NAME, tmp_path / "copy", (send, wait + send))
         flags = "--link-gbit=0.2 --cpu --nproc-per-node=2"
         job0 = start_check(hosts[0], 2, flags)
         job1 = start_check(hosts[1], 2, flags, script=slow)
@@ -202,7 +202,7 @@ def test_names_and_clocks(tmp_path):
         plant_names(node4, "10.77.0.5 node4 node0\n")
         cure = "--local-addr=10.77.0.4 --rdzv-conf=is_host=false"
         now = '"time": time.time()'
-        ahead = plant(NAME, tmp_path / "copy", (now, f"{now} + 100"))
+        ahead = copy_script(NAME, tmp_path / "copy", (now, f"{now} + 100"))
         jobs = [start_check(host, 5, "--cpu") for host in (node0, node1, node2)]
         jobs.append(start_check(node3, 5, f"--cpu {cure}"))
         jobs.append(start_check(node4, 5, "--cpu", script=ahead))
@@ -237,7 +237,7 @@ def test_a_process_that_fails_or_hangs_says_so(tmp_path):
         time.sleep(1000)  # until it is ended
 """
     computes = "    ones = torch.ones(size, size, device=device)\n"
-    script = plant(NAME, tmp_path / "copy", (computes, planted + computes))
+    script = copy_script(NAME, tmp_path / "copy", (computes, planted + computes))
     words = f"python {script} --nproc-per-node=3 --standalone --timeout=24 --cpu"
     done = Program(words.split(), tmp_path, real=True, **QUIET).end_with(1)
     for what in (

@@ -10,13 +10,13 @@ from tests.helpers.checks import assert_same_snapshot
 from tests.helpers.needs import needs_slurm
 from tests.hooks.faults import raise_error_in_step_80, wait_in_step_80
 from tools.run import slurm_cluster
-from tools.run.launch import plant
+from tools.run.launch import copy_script
 from tools.run.processes import PATH
 
 pytestmark = [pytest.mark.waits, needs_slurm]
 VARIANT = "variants/preemptible.py"
 # Instead of torchrun, where only what Slurm and the job script do matters.
-STAND_IN = (
+FAKE_TORCHRUN = (
     "        told() {",
     """        torchrun() {
             echo "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun $*"
@@ -37,8 +37,8 @@ class Job:
     def __init__(self, slurm, folder, options, arguments, hooks=(), changes=()):
         self.slurm = slurm
         self.folder = folder
-        plant(VARIANT, folder, hooks=hooks)
-        script = plant("cluster/multinode.sbatch", folder, *changes)
+        copy_script(VARIANT, folder, hooks=hooks)
+        script = copy_script("cluster/multinode.sbatch", folder, *changes)
         env = ["env", f"PATH={PATH}", "PYTHONWARNINGS=ignore"]
         sbatch = ["sbatch", "--parsable", f"--chdir={folder}", *options.split()]
         number = slurm.run(*env, *sbatch, script, *arguments.split())
@@ -147,7 +147,7 @@ def test_told_to_stop_before_python_listens_it_is_requeued_and_runs_again(
     """
     pretend = ("'ProctrackType.*cgroup'", "ProctrackType")
     options = "--export=NONE --gpus-per-node=2"
-    job = Job(slurm, tmp_path, options, "50 10", changes=[STAND_IN, pretend])
+    job = Job(slurm, tmp_path, options, "50 10", changes=[FAKE_TORCHRUN, pretend])
     job.wait_for("torchrun(.|\n)*torchrun")
     (flags,) = {*re.findall(".*torchrun.*is_host=1.*", job.output)}
     assert flags.startswith("OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=2 ")
@@ -168,9 +168,9 @@ def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_p
     words = "--gpus-per-node=1", "50 10"
     # Its shell outlives the SIGTERM, as if the tasks had ended long before it came.
     late = ("\nsrun ", "\ntrap : TERM\nsrun ")
-    first = Job(slurm, tmp_path / "1", *words, changes=[STAND_IN, late])
+    first = Job(slurm, tmp_path / "1", *words, changes=[FAKE_TORCHRUN, late])
     first.wait_for("torchrun(.|\n)*torchrun")
-    second = Job(slurm, tmp_path / "2", *words, changes=[STAND_IN])
+    second = Job(slurm, tmp_path / "2", *words, changes=[FAKE_TORCHRUN])
     second.wait_until(lambda: second.facts["Reason"] == "Dependency", "it runs")
     assert second.facts["JobState"] == "PENDING"
     for job in (first, second):  # and cancelled, they stay cancelled
@@ -181,7 +181,7 @@ def test_a_second_job_of_the_same_name_waits_and_cancelled_they_end(slurm, tmp_p
 
 def test_shortly_before_its_time_limit_it_is_requeued(slurm, tmp_path):
     options = "--time=1 --signal=TERM@60 --nodes=1 --gpus-per-node=1"
-    job = Job(slurm, tmp_path, options, "50 10", changes=[STAND_IN])
+    job = Job(slurm, tmp_path, options, "50 10", changes=[FAKE_TORCHRUN])
     job.wait_for_requeue()  # it would be near its limit again, and again
     job.cancel()
 

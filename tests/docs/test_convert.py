@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from tests.helpers.checks import assert_no_gloo_thread, fence, observed
-from tools.run.launch import plant, run_script, torchrun, torchrun_words
+from tools.run.launch import copy_script, run_script, torchrun, torchrun_words
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -59,8 +59,8 @@ def test_the_sharded_script_trains_and_resumes_as_ddp_does(tmp_path):
     """Both start with rank 0's weights, though rank 1 has made others."""
     make = "    model = Net().to(device)\n"
     others = make, f"{make}    model.linear.bias.data += rank\n"
-    whole = plant(AFTER, tmp_path / "whole", others)
-    parts = plant(SHARDED, tmp_path / "parts", others)
+    whole = copy_script(AFTER, tmp_path / "whole", others)
+    parts = copy_script(SHARDED, tmp_path / "parts", others)
     for script, epochs in (whole, 2), (parts, 1), (parts, 2):
         done = train_page_script(script, epochs, cwd=script.parent)
     assert "resuming: 1 of 2 epochs are finished" in done.stdout
@@ -81,14 +81,14 @@ def test_a_batch_sampler_is_shared_out(tmp_path):
     batch_sampler = BatchSampler(sampler, args.batch_size, True)
 """
     names = "BatchSampler, DataLoader, RandomSampler"
-    plant(
+    copy_script(
         AFTER,
         tmp_path,
         ("DataLoader, DistributedSampler", names),
         (sampler, batch_sampler),
         ("        sampler.set_epoch(epoch)\n", fence(REST, "in batch_sampler")),
     )
-    plant(BEFORE, tmp_path)
+    copy_script(BEFORE, tmp_path)
     assert compared(tmp_path, nprocs=3) == 0
 
 
@@ -111,7 +111,7 @@ def test_augmentation_by_the_number_of_a_sample(seeded, status, tmp_path):
     train_set = "    train_set, test_set = random_split(make_data(1250), [1000, 250])\n"
     train = "        train(args"
     for script in BEFORE, AFTER:
-        plant(
+        copy_script(
             script,
             tmp_path,
             ("def get_args():", f"{SHIFT}{augmented}\n\ndef get_args():"),
@@ -182,7 +182,7 @@ def test_the_lines_of_the_pages_resume(workers, tmp_path):
         lines = textwrap.indent(fence(REST, "set_forkserver_preload"), "    ")
         steps = "        optimizer.step()\n"
         changes += [(loader, lines), (steps, steps + BOTH_FROM_A_FORK_SERVER)]
-    script = plant(AFTER, tmp_path / "copy", *changes)
+    script = copy_script(AFTER, tmp_path / "copy", *changes)
     at_once = tmp_path / "at once"
     resumed = tmp_path / "resumed"
     for cwd, epochs in (resumed, 1), (resumed, 9), (at_once, 9):

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.testing import assert_close
 
 from tests.helpers.checks import assert_same_weights, fence
-from tools.run.launch import plant, torchrun
+from tools.run.launch import copy_script, torchrun
 from tools.run.processes import Program
 from tools.run.results import load, same_bits
 from tools.scripts import ROOT
@@ -44,18 +44,18 @@ def test_any_number_of_processes_goes_on_from_any_epoch(tune, tmp_path):
         assert name.startswith("head") or same_bits(model[name], value)
     save = "        save_once(snapshot, SNAPSHOT)\n"
     kill = "        if epoch == 8:\n            os.kill(os.getpid(), 9)\n"
-    plant(PRETRAIN, tmp_path / "copy")
+    copy_script(PRETRAIN, tmp_path / "copy")
     with pytest.raises(AssertionError, match="SIGKILL"):
-        tune(plant(TUNE, tmp_path / "copy", (save, kill + save)))
+        tune(copy_script(TUNE, tmp_path / "copy", (save, kill + save)))
     tune(TUNE, nprocs=1)
     assert_same_weights(tuned, at_once)
 
 
 def test_each_rank_draws_other_numbers_in_each_epoch(tune, tmp_path):
     """Else all would drop the same units, if the model had dropout."""
-    plant(PRETRAIN, tmp_path)
+    copy_script(PRETRAIN, tmp_path)
     draw = "        loss = test(", "        print(torch.rand(1))\n        loss = test("
-    assert len({*tune(plant(TUNE, tmp_path, draw)).splitlines()}) == 30
+    assert len({*tune(copy_script(TUNE, tmp_path, draw)).splitlines()}) == 30
 
 
 def test_a_thawed_layer_has_a_rate_of_its_own(tune, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tools.run.launch import plant, torchrun_words
+from tools.run.launch import copy_script, torchrun_words
 from tools.run.processes import PATH, Program, wait_until
 from tools.scripts import ROOT
 
@@ -30,7 +30,7 @@ def skipped(tmp_path_factory):
     loader = """loader = iter(torch.utils.data.DataLoader([0], num_workers=1,
             multiprocessing_context="fork", collate_fn=lambda _: time.sleep(12)))
             save()  # this"""
-    script = plant(
+    script = copy_script(
         "docs/it_hangs/hang.py",
         folder / "copy",
         ("timedelta(seconds=5)", f"timedelta(seconds={TIMEOUT_S})"),

@@ -54,7 +54,9 @@ def sample(folder, options, status=0):
 def long_run(folder, options, hooks=(), **how):
     """`gpt` for 8 steps in float64 with clipped gradients, and with `note_at_end`."""
     options = f"--steps 8 --eval-every 4 --clip 0.5 --block-size 18 {options}"
-    return gpt(folder, options, hooks=[float64, note_at_end, *hooks], **how)
+    return gpt(
+        folder, options, hooks=[float64_and_other_weights, note_at_end, *hooks], **how
+    )
 
 
 # Read and compare the files that a run has left
@@ -133,7 +135,7 @@ def get_sigterm(_):
     signal.raise_signal(signal.SIGTERM)
 
 
-def float64(script):
+def float64_and_other_weights(script):
     """Train in float64, where sums in any order agree to the last digits.
 
     Each rank draws other weights.

@@ -7,10 +7,10 @@ import pytest
 
 
 def made_once(run):
-    """The fixture of this name: a function that returns what `run(folder, ...)` does.
+    """Make `run` a fixture of its name.
 
-    Called again with the same arguments, it returns the same. folder: a new one for
-    each run.
+    That is a function that calls `run` once for each set of arguments, in a new folder,
+    and keeps the result.
     """
     signature = inspect.signature(run)
 

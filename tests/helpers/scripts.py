@@ -25,7 +25,7 @@ def task_of(name):
     return task_of(parent)
 
 
-OF_THE_TRUNKS_TASK = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
+SAME_TASK_AS_SINGLE_GPU = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
 
 
 class Exceptions(NamedTuple):

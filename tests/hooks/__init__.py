@@ -2,8 +2,8 @@
 
 A hook is a function that each process of a script calls with the script's globals, a
 dict, before it calls `main`: `tools.run.launch.train(script, ..., hooks=[hook])`. The
-hooks of this folder serve several tests, or new interpreters: for these, `plant` copies
-the folder beside the copy of the script.
+hooks of this folder serve several tests, or new interpreters: for these, `copy_script`
+copies the folder beside the copy of the script.
 """
 
 import functools

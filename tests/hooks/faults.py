@@ -52,7 +52,7 @@ def in_step_80(befall):
         if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
             befall(trainer)
 
-    @functools.wraps(befall)  # `plant` finds it by its name
+    @functools.wraps(befall)  # `copy_script` finds it by its name
     def hook(script):
         record_in_one_piece()
         in_step(script, 80, befall_last)

@@ -16,7 +16,7 @@ from tests.helpers.gpt_runs import (
     at_step,
     check_resumes,
     check_runs,
-    float64,
+    float64_and_other_weights,
     get_sigterm,
     gpt,
     metrics,
@@ -59,11 +59,16 @@ def test_world_sizes_train_the_same(tmp_path):
     """And evaluate the same, at an effective batch of 8; also in micro-batches."""
     options = "--steps 4 --eval-every 2"
     one = tmp_path / "one"
-    gpt(one, options, hooks=[float64])
+    gpt(one, options, hooks=[float64_and_other_weights])
     for nprocs, accumulate in [(2, 1), (4, 2)]:
         ranks = tmp_path / str(nprocs)
         share = f"--batch-size {8 // nprocs} --accumulate {accumulate}"
-        gpt(ranks, f"{options} {share}", nprocs=nprocs, hooks=[float64])
+        gpt(
+            ranks,
+            f"{options} {share}",
+            nprocs=nprocs,
+            hooks=[float64_and_other_weights],
+        )
         check_runs(ranks, one, "train loss", "val loss", "bits per byte")
 
 
@@ -306,7 +311,11 @@ TOLERANCE = 1e-5
 def test_golden_curve(tmp_path):
     """The default's own sizes, on a text that is the same with every Python."""
     sizes = "--n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12"
-    gpt(tmp_path, f"{sizes} --steps 20 --eval-every 10", hooks=[float64])
+    gpt(
+        tmp_path,
+        f"{sizes} --steps 20 --eval-every 10",
+        hooks=[float64_and_other_weights],
+    )
     golden = metrics(ROOT / "tests/golden", "curve.csv")
     for row, expected in zip(metrics(tmp_path), golden, strict=True):
         expected["tokens/s"] = row["tokens/s"]

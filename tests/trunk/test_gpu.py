@@ -21,8 +21,8 @@ from tests.helpers.scripts import task_of
 from tests.hooks.accelerators import share_one_gpu
 from tools.run.launch import (
     UNDER_TORCHRUN,
+    copy_script,
     environment,
-    plant,
     torchrun_words,
     train,
 )
@@ -183,7 +183,7 @@ def test_mingpt_resumes_after_sigterm(precision, compiled, tmp_path):
 
 def test_the_converted_script_trains_as_on_the_cpu(tmp_path):
     seed = "    torch.manual_seed(args.seed)\n"
-    script = plant(
+    script = copy_script(
         "docs/convert_your_script/after.py",
         tmp_path / "copy",
         (seed, f"{seed}    torch.set_default_dtype(torch.float64)\n"),

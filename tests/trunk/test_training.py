@@ -23,7 +23,7 @@ from tests.helpers.checks import (
 )
 from tests.helpers.made_once import made_once
 from tests.helpers.scripts import (
-    OF_THE_TRUNKS_TASK,
+    SAME_TASK_AS_SINGLE_GPU,
     exceptions_of,
     own_tests,
     task_of,
@@ -36,7 +36,7 @@ from tests.hooks.timing import quick_stores
 from tools.run.launch import (
     DISTRIBUTED,
     UNDER_TORCHRUN,
-    plant,
+    copy_script,
     start,
     train,
 )
@@ -62,7 +62,7 @@ def test_a_task_of_its_own_has_a_test_of_its_own(name):
         assert "\ndef test_learns(typed)" in text
 
 
-@pytest.mark.parametrize("name", variants_wait(OF_THE_TRUNKS_TASK))
+@pytest.mark.parametrize("name", variants_wait(SAME_TASK_AS_SINGLE_GPU))
 def test_learns(typed, name):
     """With the docstring's own command: to within 10 % of the noise floor."""
     _, done = typed(name)
@@ -156,7 +156,7 @@ def test_snapshot_holds_plain_keys(runs, name):
     _, _, model, *_ = objects_of(name)
     assert list(snapshot["MODEL_STATE"]) == list(model.state_dict())
     assert len(snapshot["OPTIMIZER_STATE"]["state"]) == len(list(model.parameters()))
-    if name in OF_THE_TRUNKS_TASK:
+    if name in SAME_TASK_AS_SINGLE_GPU:
         folder_of_single, _ = runs(SINGLE)
         expected = load(folder_of_single)
         assert shape_of(snapshot) == shape_of(expected)
@@ -217,7 +217,7 @@ def test_two_runs_of_multigpu_at_once_do_not_collide(tmp_path):
     blocker = torch.distributed.TCPStore("localhost", 0, is_master=True)
     # Ranks that wait for one that nobody starts raise soon, and not after five minutes.
     soon = ("timedelta(minutes=5)", "timedelta(seconds=30)")
-    script = plant(MULTIGPU, tmp_path / "copy", soon)
+    script = copy_script(MULTIGPU, tmp_path / "copy", soon)
     programs = []
     for path in "first.pt", "second.pt":
         program = start(
@@ -276,7 +276,7 @@ def changed(folder, name):
     hooks = [batch_norm, weighted_loss, one_gpu, note_lines]
     hooks += [note_statistics, count_seconds, *hooks_to_compare(name)]
     changes = []
-    if name in OF_THE_TRUNKS_TASK:  # enough samples for some steps
+    if name in SAME_TASK_AS_SINGLE_GPU:  # enough samples for some steps
         changes = [("MyTrainDataset(2048)", "MyTrainDataset(256)")]
     done = train(
         name, 2, 1, "--device", "cpu", cwd=folder, changes=changes, hooks=hooks

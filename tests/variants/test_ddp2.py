@@ -12,7 +12,7 @@ from tests.helpers.checks import import_script, objects_of, stack
 from tests.helpers.own_disks import free_port, launch_on_own_disks
 from tests.hooks import replace
 from tests.hooks.models import float64
-from tools.run.launch import command, plant
+from tools.run.launch import command, copy_script
 from tools.run.processes import Program
 from tools.run.results import load, losses, weights
 
@@ -81,7 +81,7 @@ def trained_on(folder, nodes, nprocs, batch_size, script=NAME):
 def test_a_node_trains_as_one_process_with_its_batch(tmp_path):
     """With the temperature, which is one of the parameters."""
     found = trained_on(tmp_path / "two", nodes=2, nprocs=2, batch_size=12)
-    alone = plant(
+    alone = copy_script(
         NAME, tmp_path / "copy", ("Gather.apply(output, self.node)", "output")
     )
     expected = trained_on(tmp_path / "one", 2, nprocs=1, batch_size=24, script=alone)
@@ -99,7 +99,7 @@ def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
         print(f"group {ranks} waits {options._timeout}")
 """
     copy = tmp_path / "copy"
-    plant(NAME, copy, (head, head + print_group))
+    copy_script(NAME, copy, (head, head + print_group))
     start, _, *rest = command(NAME, 1, 1)
     port = f"--master-port={free_port()}"
     start = [start, "--nnodes=2", "--master-addr=localhost", port]
@@ -115,7 +115,7 @@ def test_torchrun_gives_neighbouring_ranks_to_one_machine(tmp_path):
 def test_all_nodes_can_compare_together(tmp_path):
     """If the group has all ranks, 4 ranks on 2 nodes train as one process."""
     change = ("new_subgroups(nprocs, ", "new_subgroups(world_size, ")
-    copy = plant(NAME, tmp_path / "copy", change)
+    copy = copy_script(NAME, tmp_path / "copy", change)
     found = trained_on(tmp_path / "four", nodes=2, nprocs=2, batch_size=12, script=copy)
     expected = trained_on(tmp_path / "one", nodes=1, nprocs=1, batch_size=48)
     assert_close(found, expected, rtol=0, atol=1e-12)

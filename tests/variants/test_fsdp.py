@@ -21,10 +21,10 @@ from tests.helpers.checks import (
 from tests.helpers.needs import needs_hosts
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace
-from tests.hooks.fsdp import limit_memory, note_held
 from tests.hooks.models import float64, running_mean
+from tests.hooks.parts import limit_memory, note_held
 from tools.run import hosts
-from tools.run.launch import launch, plant, train
+from tools.run.launch import copy_script, launch, train
 from tools.run.results import load, losses
 
 NAME = "variants/fsdp.py"
@@ -232,7 +232,7 @@ def test_a_model_too_large_for_one_rank(tmp_path, name):
 
 def train_on_two_hosts(folder, *changes):
     """(the model's state, the bytes that the first host has sent) of 32 steps."""
-    plant(NAME, folder, *changes)
+    copy_script(NAME, folder, *changes)
     words = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
     words += " --rdzv-endpoint=node0:29500 -m variants.fsdp 1 1 --batch-size 16"
     with hosts.Hosts(2, folder) as both:

@@ -16,7 +16,7 @@ from tests.hooks import replace
 from tests.hooks.notes import note_device, note_store
 from tests.hooks.timing import slow_steps
 from tools.run.hosts import Hosts
-from tools.run.launch import plant, run_script, train
+from tools.run.launch import copy_script, run_script, train
 from tools.run.processes import Program, TimedOut, wait
 from tools.run.results import load
 from tools.scripts import ROOT
@@ -130,7 +130,7 @@ HELP = (
 
 @pytest.mark.parametrize("words", LINES)
 def test_bad_argument(words, tmp_path):
-    script = plant(
+    script = copy_script(
         NAME,
         tmp_path,
         ("args, timeout=timedelta(minutes=5)", "args, timeout=timedelta(seconds=2)"),
@@ -167,7 +167,7 @@ def test_machines_that_do_not_meet(nr, tmp_path):
 def test_a_host_dies_and_the_same_commands_resume(tmp_path):
     """No disk is shared. All end when one dies; nothing but its last epochs is lost."""
     slow = tmp_path / "copy"
-    plant(NAME, slow, hooks=[slow_steps])
+    copy_script(NAME, slow, hooks=[slow_steps])
 
     def start_both(hosts, total):
         env = {"PYTHONPATH": slow, "OMP_NUM_THREADS": 1, "STEP_S": 0.01}

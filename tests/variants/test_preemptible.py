@@ -15,7 +15,7 @@ from tests.hooks import replace
 from tests.hooks.faults import sigterm_in_step_80, sigterm_to_launcher_in_step_80
 from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
-from tools.run.launch import command, launch, plant, train
+from tools.run.launch import command, copy_script, launch, train
 from tools.run.processes import Program, left_over
 from tools.run.results import load, losses
 from tools.scripts import ROOT
@@ -118,7 +118,7 @@ def test_a_slow_save_is_not_cut_off(tmp_path):
 
     Here it does so after 1 s, and not after 30 s. (In a fork, torchrun would wait.)
     """
-    script = plant(NAME, tmp_path / "copy", hooks=[slow_save, sigterm_in_step_80])
+    script = copy_script(NAME, tmp_path / "copy", hooks=[slow_save, sigterm_in_step_80])
     _, *arguments = command(script, 5, 5)  # of torchrun
     words = ["python", ROOT / "tests/helpers/impatient_torchrun.py", *arguments]
     done = Program(words, tmp_path, real=True, PYTHONPATH=tmp_path / "copy").finish()

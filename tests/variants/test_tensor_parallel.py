@@ -13,8 +13,8 @@ from tests.helpers.checks import (
     noted,
     replicas,
 )
-from tests.hooks.fsdp import note_held
 from tests.hooks.models import float64
+from tests.hooks.parts import note_held
 from tests.hooks.probe import probe
 from tests.variants.test_fsdp import LAYERS, MODEL
 from tools.run.launch import launch, torchrun, train

@@ -7,6 +7,7 @@ verdict.py   the plugin of the pytest that it starts: which test kills the mutan
 proof.py     the proof of a line, and what it depends on
 record.py    green.txt, a line for each proof
 inputs.py    what the proof of a command or of a test depends on
-recorded.py  a plugin of pytest that leaves out waiting tests which are proven
+skip_proven.py
+             a plugin of pytest that leaves out waiting tests which are proven
 cases.py     what the zoo's ranks run: many cases in one launch
 """

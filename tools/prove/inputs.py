@@ -26,7 +26,11 @@ PLACE += f", {sys.platform}{' with a GPU' if glob.glob('/dev/nvidia?') else ''}"
 
 @functools.cache
 def files_by_name():
-    """{a file's path, name or module, or a folder in a folder that it is in: files}."""
+    """{key: files}.
+
+    A file's keys: its path, its name, its module, and each folder above it but the
+    topmost.
+    """
     found = collections.defaultdict(set)
     for name in file_names():
         path = Path(name)

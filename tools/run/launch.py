@@ -89,7 +89,7 @@ def start(
 ):
     """Start a script with `total_epochs save_every [options]`: a Program.
 
-    script: its name, or a path to a copy that `plant` has made. cwd, env: of Program.
+    script: its name, or a path to what `copy_script` has made. cwd, env: of Program.
     real: start new interpreters, which cost ten times as much as forks. Forks show the
     same, unless the claim is about how a process starts or ends.
     nprocs: how many processes, if the script runs as several. effective: the samples
@@ -102,7 +102,7 @@ def start(
     of_copy = hooks if real else ()
     of_fork = () if real else hooks
     if changes or of_copy:
-        script = plant(script, cwd / "copy", *changes, hooks=of_copy)
+        script = copy_script(script, cwd / "copy", *changes, hooks=of_copy)
     words = command(
         script,
         *arguments,
@@ -149,7 +149,7 @@ def batch_size(name, effective, nprocs):
     return effective if whole else effective // nprocs
 
 
-def plant(name, folder, *changes, hooks=()):
+def copy_script(name, folder, *changes, hooks=()):
     """Copy a script and utils.py to `folder`; returns the path of the copy.
 
     changes: pairs (old, new) of texts to replace. hooks: functions of tests/hooks that

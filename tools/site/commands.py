@@ -53,9 +53,9 @@ VARIES = [
 
 
 def same(one, other):
-    """Whether two outputs agree: words exactly, numbers to 0.5 %, what varies not.
+    """Whether two outputs agree: equal words, numbers within 0.5 %.
 
-    Nor where lines were cut: of several processes, they come in any order.
+    What matches VARIES, and where lines were cut, is not compared.
     """
     words, numbers = words_and_numbers(one)
     other_words, other_numbers = words_and_numbers(other)

@@ -205,7 +205,7 @@ def html_of(app, page, node):
 
 
 def whys(app, old, new, places):
-    """{hunk number: [what the chapters say]}, of `places`, which `explain` has found.
+    """{hunk number: [what the chapters say of it]}. places: from `places_of`.
 
     Each text stands at its largest hunk below the imports; the others link to it.
     """

@@ -1,6 +1,6 @@
 """A plugin of pytest: a waiting test that has passed runs again only if it may fail.
 
-    python -m pytest --full -m "waits or full" -p tools.prove.recorded
+    python -m pytest --full -m "waits or full" -p tools.prove.skip_proven
 
 It may fail if its file has changed, a file that this one names, a file that all tests
 share, or a script. If a parameter of the test is a script, then only this script, those

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tools.files import copy_tree, edit
-from tools.prove import inputs, recorded
+from tools.prove import inputs, skip_proven
 from tools.run.processes import Program
 
 pytestmark = pytest.mark.waits
@@ -32,20 +32,20 @@ variants/mixed_precision.py tests/variants/test_train_loop.py
 def test_what_a_test_depends_on(monkeypatch, row):
     changed, file, *about = row.split()
     about = tuple(about)
-    recorded.depends_on.cache_clear()
-    before = recorded.depends_on(file, about)
+    skip_proven.depends_on.cache_clear()
+    before = skip_proven.depends_on(file, about)
     digest_of_file = inputs.digest_of_file
 
     def of_another(name):
         return "another" if name == changed else digest_of_file(name)
 
     monkeypatch.setattr(inputs, "digest_of_file", of_another)
-    recorded.depends_on.cache_clear()
-    assert recorded.depends_on(file, about) != before
+    skip_proven.depends_on.cache_clear()
+    assert skip_proven.depends_on(file, about) != before
 
 
 TESTS = (
-    "pytest --all -m waits -q -p tools.prove.recorded"
+    "pytest --all -m waits -q -p tools.prove.skip_proven"
     " tests/trunk/test_training.py -k ddp_by_hand"
 )
 PAGE = "tools.site.build --check --only ddp_by_hand"
