@@ -11,9 +11,7 @@ import signal
 
 import pytest
 
-# All tests run on the CPU, even where there are GPUs. Only test_gpu.py uses those.
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import tests.helpers.hidden_gpus  # noqa: F401, before torch
 
 # If a shell starts pytest in the background, pytest ignores Ctrl-C, and so do the
 # programs that it starts. Some tests end a program in this way.

@@ -28,6 +28,14 @@ def task_of(name):
 SAME_TASK_AS_SINGLE_GPU = [name for name in SCRIPTS if task_of(name) == "single_gpu.py"]
 
 
+# Texts that tests replace: the model of the scripts of the root, and of those in parts
+MODEL = "    model = torch.nn.Linear(20, 1)\n"
+LAYERS = """\
+    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+"""
+
+
 class Exceptions(NamedTuple):
     """In what a script is unlike the others, as far as tests of all scripts ask."""
 

@@ -14,7 +14,7 @@ from mingpt.model import GPT, GPTConfig
 from tests.helpers.forked import in_a_fork
 from tests.helpers.needs import needs_hosts
 from tools.run.hosts import Hosts
-from tools.run.processes import Program
+from tools.run.processes import TIMEOUT_S, Program
 from tools.scripts import ROOT
 
 pytestmark = pytest.mark.waits
@@ -59,6 +59,29 @@ def test_diloco_sends_less(tmp_path):
         figures = scaling.run(name, tmp_path, 2, samples, 8, *options, hosts=hosts)
     ring = 3 * BYTES_OF_GRADIENTS
     assert ring < figures["sent_bytes"] < 1.06 * ring
+
+
+# The tool that kills at random: two short runs of it
+
+
+def chaos(options):
+    words = f"python -W ignore -m benchmarks.chaos {options}".split()
+    done = Program(words, ROOT, real=True).succeed(8 * TIMEOUT_S)
+    assert "final weights and optimizer state: the same bits" in done.stdout
+    return done.stdout
+
+
+@needs_hosts
+def test_each_kill_of_a_worker_costs_one_restart():
+    """Also while it starts or saves: 8 restarts are enough for 8 kills."""
+    assert "8 kills; 0 agents were started again" in chaos("--kills=8 --workers")
+
+
+@needs_hosts
+def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
+    out = chaos("--kills=3 --seed=7")
+    kinds = re.findall(r"s  (\w+), \d+ epochs saved", out)
+    assert sorted(kinds) == ["agent", "host", "worker"]
 
 
 # Those of mingpt

@@ -1,11 +1,9 @@
-"""What kills on hosts: a command of one's own, and the tool that kills at random."""
-
-import re
+"""tools/run/hosts.py kills a host of several, by a command of your own."""
 
 import pytest
 
 from tests.helpers.needs import needs_hosts
-from tools.run.processes import TIMEOUT_S, Program
+from tools.run.processes import Program
 from tools.scripts import ROOT
 
 pytestmark = [pytest.mark.waits, needs_hosts]
@@ -19,24 +17,3 @@ def test_a_host_is_killed(tmp_path):
     words = [*command.split(), script]
     done = Program(words, tmp_path, real=True, PYTHONPATH=ROOT).end_with(1)
     assert done.stdout.splitlines() == ["node1: up", "-- kill node1"]
-
-
-# The tool that kills at random: two short runs of it
-
-
-def chaos(options):
-    words = f"python -W ignore -m benchmarks.chaos {options}".split()
-    done = Program(words, ROOT, real=True).succeed(8 * TIMEOUT_S)
-    assert "final weights and optimizer state: the same bits" in done.stdout
-    return done.stdout
-
-
-def test_each_kill_of_a_worker_costs_one_restart():
-    """Also while it starts or saves: 8 restarts are enough for 8 kills."""
-    assert "8 kills; 0 agents were started again" in chaos("--kills=8 --workers")
-
-
-def test_a_worker_an_agent_and_a_host_are_killed_and_nothing_is_lost():
-    out = chaos("--kills=3 --seed=7")
-    kinds = re.findall(r"s  (\w+), \d+ epochs saved", out)
-    assert sorted(kinds) == ["agent", "host", "worker"]

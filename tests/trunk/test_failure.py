@@ -12,8 +12,9 @@ from tests.hooks.faults import (
     raise_error_in_step_80,
 )
 from tools.run.launch import ENTRY, launch, start
-from tools.run.processes import descendants, wait_until
+from tools.run.processes import Program, descendants, wait_until
 from tools.run.results import load
+from tools.scripts import ROOT
 
 linux = pytest.mark.skipif(
     not os.path.isdir("/proc/self"), reason="processes are looked up in /proc"
@@ -78,6 +79,37 @@ def test_ending_multigpu_ends_its_processes(tmp_path, number):
     assert run.finish().returncode != 0
     wait_until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
     assert load(tmp_path)["EPOCHS_RUN"] >= 1
+
+
+ERROR_WITH_TENSORS_IN_GLOOS_THREADS = """
+import os, time
+import torch
+import utils
+
+class SlowToFree(torch.Tensor):
+    def __del__(self):
+        time.sleep(0.02)
+
+ranks = range(4)
+for _ in ranks:
+    if os.fork() == 0:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for _ in range(4):
+            tensor = torch.zeros(1).as_subclass(SlowToFree)
+            torch.distributed.all_reduce(tensor, async_op=True)
+            del tensor
+        utils.error("bad input")
+print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
+"""
+
+
+def test_an_error_lets_gloos_threads_free_their_tensors():
+    """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
+    done = Program(
+        ["python", "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], ROOT, real=True
+    ).finish()
+    assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
 def restarted(folder, kills, restarts):

@@ -14,9 +14,9 @@ import re
 import pytest
 import torch
 
-from tests.conftest import VISIBLE
 from tests.helpers.checks import STANDIN, assert_same_snapshot, hooks_to_compare
 from tests.helpers.forked import in_a_fork
+from tests.helpers.hidden_gpus import VISIBLE
 from tests.helpers.scripts import task_of
 from tests.hooks.accelerators import share_one_gpu
 from tools.run.launch import (
@@ -33,7 +33,7 @@ from tools.scripts import ROOT, SCRIPTS, calls
 
 @in_a_fork
 def gpus():
-    """How many answer, of those that tests/conftest.py hides from all other tests."""
+    """How many answer, of those that hidden_gpus.py hides from all other tests."""
     del os.environ["CUDA_VISIBLE_DEVICES"]
     if VISIBLE is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE

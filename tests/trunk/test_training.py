@@ -40,7 +40,6 @@ from tools.run.launch import (
     start,
     train,
 )
-from tools.run.processes import Program
 from tools.run.results import load, losses
 from tools.scripts import EDGES, ROOT, SCRIPTS
 
@@ -95,37 +94,6 @@ def test_no_gloo_thread_outlives_main(name, tmp_path):
     log = tmp_path / "log"
     train(name, 1, 1, cwd=tmp_path, real=True, **observed(log))
     assert_no_gloo_thread(log)
-
-
-ERROR_WITH_TENSORS_IN_GLOOS_THREADS = """
-import os, time
-import torch
-import utils
-
-class SlowToFree(torch.Tensor):
-    def __del__(self):
-        time.sleep(0.02)
-
-ranks = range(4)
-for _ in ranks:
-    if os.fork() == 0:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        for _ in range(4):
-            tensor = torch.zeros(1).as_subclass(SlowToFree)
-            torch.distributed.all_reduce(tensor, async_op=True)
-            del tensor
-        utils.error("bad input")
-print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in ranks])
-"""
-
-
-def test_an_error_lets_gloos_threads_free_their_tensors():
-    """Python ends a thread that needs it while it exits: SIGABRT, not status 2."""
-    done = Program(
-        ["python", "-c", ERROR_WITH_TENSORS_IN_GLOOS_THREADS], ROOT, real=True
-    ).finish()
-    assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
 SAME = [*[(*edge, 2) for edge in EDGES], (SINGLE, MULTIGPU, 4)]

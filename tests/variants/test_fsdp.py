@@ -20,6 +20,7 @@ from tests.helpers.checks import (
 )
 from tests.helpers.needs import needs_hosts
 from tests.helpers.own_disks import launch_on_own_disks
+from tests.helpers.scripts import LAYERS, MODEL
 from tests.hooks import replace
 from tests.hooks.models import float64, running_mean
 from tests.hooks.parts import limit_memory, note_held
@@ -29,11 +30,6 @@ from tools.run.results import load, losses
 
 NAME = "variants/fsdp.py"
 TENSOR_PARALLEL = "variants/tensor_parallel.py"
-MODEL = "    model = torch.nn.Linear(20, 1)\n"
-LAYERS = """\
-    layers = torch.nn.Linear(20, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
-    model = torch.nn.Sequential(*layers)
-"""
 
 
 @pytest.mark.waits

@@ -13,10 +13,10 @@ from tests.helpers.checks import (
     noted,
     replicas,
 )
+from tests.helpers.scripts import LAYERS, MODEL
 from tests.hooks.models import float64
 from tests.hooks.parts import note_held
 from tests.hooks.probe import probe
-from tests.variants.test_fsdp import LAYERS, MODEL
 from tools.run.launch import launch, torchrun, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
