@@ -177,12 +177,13 @@ def deeper(a):
     "tests/test_them.py": """import os
 SIZE = 3
 OTHER = 5
+TABLE = {}
+TABLE["size"] = 4
 if os.sep == "/":
-    TABLE = {}
-    TABLE["size"] = 4
+    STEP = 1
 @pytest.mark.waits
 def test_named():
-    assert SIZE == TABLE["size"]
+    assert SIZE + STEP == TABLE["size"]
 def test_another():
     assert OTHER == 5
 """,
@@ -191,9 +192,10 @@ CHANGES = [  # a text of a file, another one, and the lines that are proven once
     ("multigpu.py", "c = 1", "c = 2", [3, 4]),
     ("utils.py", "return deeper(a)", "return 1", [3]),
     ("utils.py", "return 1", "return 3", [3]),
-    ("tests/test_them.py", "assert SIZE ==", "assert SIZE <", [3, 4, 6]),
+    ("tests/test_them.py", "STEP == ", "STEP < ", [3, 4, 6]),
     ("tests/test_them.py", "SIZE = 3", "SIZE = 4", [3, 4, 6]),
     ("tests/test_them.py", '["size"] = 4', '["size"] = 5', [3, 4, 6]),
+    ("tests/test_them.py", "STEP = 1", "STEP = 2", [3, 4, 6]),
     ("tests/test_them.py", "OTHER = 5", "OTHER = 6", []),
 ]
 

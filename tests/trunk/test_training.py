@@ -96,7 +96,8 @@ def test_no_gloo_thread_outlives_main(name, tmp_path):
     assert_no_gloo_thread(log)
 
 
-SAME = [*[(*edge, 2) for edge in EDGES], (SINGLE, MULTIGPU, 4)]
+SAME = [(parent, child, 2) for parent, child in EDGES]
+SAME.append((SINGLE, MULTIGPU, 4))
 
 
 @pytest.mark.parametrize(("parent", "child", "nprocs"), SAME)

@@ -4,6 +4,7 @@ import ast
 import difflib
 import functools
 import re
+import symtable
 
 from tools.prove import record
 from tools.prove.record import Proof
@@ -72,25 +73,22 @@ def code_of(path):
     """
     codes = {}
     for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         code = ast.unparse(node)
-        for name in names_set_by(node):
+        for name in names_set_by(code):
             codes[name] = codes.get(name, "") + code
     return codes
 
 
-def names_set_by(statement):
-    """The names that a statement defines, sets or fills, in its blocks as well."""
-    if hasattr(statement, "name"):
-        return {statement.name}
-    names = set()
-    for node in ast.walk(statement):
-        if hasattr(node, "name"):
-            names.add(node.name)
-        elif isinstance(getattr(node, "ctx", None), ast.Store):  # x, x[0] or x.y
-            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return names
+def names_set_by(code):
+    """The names that a statement sets, in its blocks as well; if none, all its names.
+
+    `TABLE.append(3)` sets no name, and still changes what TABLE holds.
+    """
+    symbols = symtable.symtable(code, "", "exec").get_symbols()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
+    return names or {symbol.get_name() for symbol in symbols}
 
 
 @functools.cache

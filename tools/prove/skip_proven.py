@@ -38,8 +38,8 @@ def depends_on(file, about):
     A test that is about none may read them all.
     """
     files = all_named([file])
-    tests = [name for name in files if name.startswith("tests/")]
-    if any("copy_tree" in (ROOT / name).read_text() for name in tests):
+    tests = (ROOT / name for name in files if name.startswith("tests/"))
+    if any("copy_tree" in test.read_text() for test in tests):
         files.update(name for name in file_names() if not name.endswith(".md"))
     files.update(*map(ancestry, about or SCRIPTS))
     shared = filter(is_shared, file_names())

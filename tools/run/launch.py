@@ -13,7 +13,6 @@ from tools.scripts import ROOT, SCRIPTS, ancestry, calls, commands
 DISTRIBUTED = [name for name in SCRIPTS if "multigpu.py" in ancestry(name)]
 UNDER_TORCHRUN = [name for name in SCRIPTS if "torchrun" in sum(commands(name), [])]
 SPAWNED = [name for name in DISTRIBUTED if name not in UNDER_TORCHRUN]
-HOOKS = ROOT / "tests" / "hooks"
 
 
 def home(script):
@@ -163,7 +162,7 @@ def copy_script(name, folder, *changes, hooks=()):
     script.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / name, script)
     if hooks:
-        shutil.copytree(HOOKS, folder / "hooks", dirs_exist_ok=True)
+        shutil.copytree(ROOT / "tests/hooks", folder / "hooks", dirs_exist_ok=True)
         lines = []
         for hook in hooks:
             module = hook.__module__.removeprefix("tests.")

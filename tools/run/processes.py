@@ -195,10 +195,14 @@ class Program:
             os.killpg(self.pid, signal.SIGABRT)
             time.sleep(0.5)
         os.killpg(self.pid, signal.SIGKILL)  # before the others: a shell would go on
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(family)
         wait_until(lambda: self.poll() is not None)
+
+
+def kill(pids):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(pid, signal.SIGKILL)
 
 
 def end_all(but=frozenset()):
@@ -226,9 +230,7 @@ def left_over(mark, patience_s=20):
     """
     wait(lambda: not marked(mark), patience_s)
     found = marked(mark)
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill(found)
     return found
 
 
