@@ -1195,7 +1195,7 @@ def resumed(one, other):
     if begin is None:
         what = "the run began again with weights that the whole run never had"
     elif not begin:
-        what = "the command began again: there was no snapshot yet, or it lacks a state"
+        what = "the command began again: it found no snapshot, or did not load all"
     elif begin + made != left:
         what = f"resumed with the weights of step {begin}, and made {made} steps"
         what += f", not {left - begin}: is an epoch repeated?"

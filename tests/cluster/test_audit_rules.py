@@ -20,7 +20,7 @@ def steps(*weights):
     ("weights", "said"),
     [
         ([2, 3, 4, 5], "made 3 steps, not 2: is an epoch repeated?"),
-        ([0, 1, 2, 3, 4], "it did not resume all that it trains"),
+        ([0, 1, 2, 3, 4], "it found no snapshot"),
         ([9, 9.5], "with weights that the whole run never had"),
     ],
 )
