@@ -135,7 +135,7 @@ def test_sliders_and_addresses(visit):
     assert 0 < heading["y"] < 100
     figure = tab.locator(".draw-one-step")
     headline = figure.locator("svg .h").text_content()
-    assert headline.startswith("Take HSDP: ")
+    assert headline.startswith("DDP does not fit: take HSDP, ")
     assert "DDP needs 112 GB of 40" in figure.text_content()
     assert "gpus=nonsense (takes 1 to 16)" in figure.text_content()
     slider = figure.get_by_role("slider", name="GPU memory")
@@ -149,13 +149,16 @@ def test_sliders_and_addresses(visit):
     assert tab.url.endswith(f"predict.html#{values}")
     tab.goto(tab.url)
     assert figure.get_by_role("status").text_content() == status
+    figure.get_by_role("button", name="1.3B").click()  # the headline is of what is drawn
+    assert figure.locator("svg .h").text_content() == "DDP: 73 % efficient"
+    assert "A step with DDP: each GPU computes" in figure.text_content()
     figure.get_by_role("button", name="70B").click()
     assert "parameters=7e10&step-ms=8602&memory-gb=80" in tab.url
-    assert "Each GPU computes, here with FSDP" in figure.text_content()
+    assert "A step with FSDP: each GPU computes" in figure.text_content()
     assert "HSDP would reach 66 % on GPUs with 140 GB" in figure.text_content()
     assert "14 × too large" in figure.text_content()
     figure.get_by_role("button", name="Copy the answer").click()
     copied = tab.evaluate("navigator.clipboard.readText()")
-    assert copied.startswith("Take FSDP: ")
+    assert copied.startswith("DDP does not fit: take FSDP, ")
     check_barriers(tab)
     assert not tab.evaluate(CUT)

@@ -77,8 +77,9 @@ const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class=
 function draw(v, width) {
   const { job, steps, sent: ready, memory, ways } = predict(v), wide = width > 560, left = 14, right = width - left, out = [];
   const fits = (parts) => sum(parts) <= v["memory-gb"], fitting = memory.filter(([, parts]) => fits(parts)).map(([way]) => way);
-  const [first] = fitting, known = fitting.filter((name) => ways[name]), way = known[0] ?? "FSDP", isDdp = way === "DDP"; // the way that is drawn
-  const take = known.slice(1).reduce((best, name) => ways[name][1] > ways[best][1] + WORTH ? name : best, way);
+  const [first] = fitting, known = fitting.filter((name) => ways[name]);
+  const take = known.reduce((best, name) => ways[name][1] > ways[best][1] + WORTH ? name : best, known[0] ?? "FSDP");
+  const way = first === "DDP" ? first : take, isDdp = way === "DDP"; // the way that is drawn, and that the headline names
   const { step, computed, sent, between = [] } = steps[way], limit = ways[way][2], { compute } = job;
   // A long step is cut where nothing new happens: [cut, resumed] is left out.
   const [cut, resumed] = step > 4 * compute ? [2 * compute, step - compute] : [step, step], gap = resumed > cut ? 28 : 0;
@@ -90,10 +91,11 @@ function draw(v, width) {
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (name) => `${(100 * ways[name][1]).toFixed(0)} %`;
   const needs = Object.fromEntries(memory.map(([name, parts]) => [name, `${digits(sum(parts))} GB`])), hybrid = memory.find(([name]) => name === "HSDP")[1];
-  const head = first ? `Take ${take}: ${percent(take)} efficient` : `Nothing fits: ${way} needs ${needs[way]}`;
-  const notes = [first !== "DDP" ? `DDP needs ${needs.DDP} of ${gb}` : take !== way ? `DDP fits, too: ${percent("DDP")} efficient` : "",
+  const head = isDdp ? `DDP: ${percent(way)} efficient` : !first ? `Nothing fits: ${way} needs ${needs[way]}`
+    : wide ? `DDP does not fit: take ${way}, ${percent(way)} efficient` : `Take ${way}: ${percent(way)} efficient`;
+  const notes = [first !== "DDP" ? `DDP needs ${needs.DDP} of ${gb}` : take !== way ? `${take} would reach ${percent(take)}` : "",
     !fits(hybrid) && ways.HSDP[1] > ways[way][1] ? `HSDP would reach ${percent("HSDP")} on GPUs with ${needs.HSDP}` : ""].filter(Boolean);
-  const told = [`${take === "DDP" ? "" : `with ${way}, `}GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
+  const told = [`GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
   let y = 7;
   out.push(write(left, y += 25, head, "ink b h"));
   // Each part has equally many rows for all jobs, so that the picture keeps its height.
@@ -103,7 +105,7 @@ function draw(v, width) {
   rows(fold([`${short(v.parameters)} parameters, ${took(v["step-ms"])} on one GPU`,
     `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   y += 32;
-  put(y, [`Each GPU computes${take === "DDP" ? "" : `, here with ${way}`}`], "ink b");
+  put(y, [`A step with ${way}: each GPU computes`], "ink b");
   out.push(box(left, y + 8, right - left, 32, "wait"));
   for (const ends of computed.filter(isShown)) bar(ends, y + 8, 32, ends[2] ? "blue" : "plain");
   const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
