@@ -114,6 +114,15 @@ def test_no_page_has_an_error_a_barrier_or_scrolls_a_phone_sideways(visit, addre
             check_barriers(tab)
 
 
+def test_a_heading_says_what_happens_without_its_change(visit, address):
+    tab = visit("2_multigpu.html")
+    assert tab.locator(".mistakes li").count() == 3
+    tag = tab.locator("#shuffle-anew-in-every-epoch > h2 + p")
+    assert tag.inner_text() == "no error, wrong result"
+    tab.goto(f"{address}3_fault_tolerance.html")
+    assert tab.locator(".mistakes .stops").inner_text() == "stops with an error"
+
+
 SEARCHES = """
 batchnorm | convert_your_script.html#train-with-batch-normalization
 class weights | make_it_real.html#use-class-weights

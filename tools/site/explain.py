@@ -36,6 +36,7 @@ def shown(app, docname, page, block):
         context = {
             "id": f"flip-{docname}-{block.line}",
             "rows": losses_by_epoch(right, wrong),
+            "status": block.status,
             "faults": block.faults,
             "scene": right_block.faults,
             "outputs": [marked(right, wrong, False), marked(wrong, right, True)],

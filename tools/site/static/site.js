@@ -122,6 +122,27 @@ for (const box of all("article > section .highlight-diff")) {
 }
 for (const box of all('p:has(img[src*="which_one"]) + ol')) fold(box, "The same as a list");
 
+// What happens without a change stands at its heading, and above all of them: what matters most.
+const recorded = all("article section > .flip").map((x) => [x.parentNode, Object.assign(document.createElement("span"), {
+  className: /^stops/.test(x.dataset.tag) ? "tag stops" : "tag", textContent: x.dataset.tag })]);
+if (recorded.length) {
+  const list = document.createElement("nav");
+  list.className = "mistakes";
+  list.ariaLabel = "Changes with a recorded mistake";
+  list.innerHTML = "<p>What happens if you forget a change, as it was recorded:</p><ul></ul>";
+  for (const [section, tag] of recorded) {
+    const heading = section.querySelector(":is(h2, h3, h4)"), link = document.createElement("a"), entry = document.createElement("li");
+    link.href = `#${section.id}`;
+    for (const x of heading.childNodes) if (!x.matches?.(".headerlink")) link.append(x.cloneNode(true));
+    entry.append(link, tag.cloneNode(true));
+    list.lastChild.append(entry);
+    const line = document.createElement("p");
+    line.append(tag);
+    heading.after(line);
+  }
+  document.querySelector("article h1 ~ section").before(list);
+}
+
 const landmarks = { ".sidebar-drawer": "All pages", ".toc-drawer": "On this page" };
 for (const [selector, name] of Object.entries(landmarks)) {
   for (const drawer of all(selector)) drawer.setAttribute("aria-label", name);
