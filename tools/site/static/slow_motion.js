@@ -90,14 +90,14 @@ function judge(run, epoch) {
     said.push(["This is the right run: an epoch takes every sample once, each epoch has a new order, and both ranks keep the same weights.", "right"]);
   if (gap(now.steps.at(-1))) wrong(`Without ddp_model, each rank trains a model of its own: the two are ${fixed(gap(now.steps.at(-1)))} apart${now.repeats ? "" : ", and only rank 0's is saved"}.`);
   else if (!run.averages) wrong("Without ddp_model, DDP sends nothing.");
-  if (now.repeats) wrong("Without set_epoch, the same samples share a batch in every epoch: the model fits this order.");
+  if (now.repeats) wrong(`Without set_epoch, the same samples share a batch in every epoch${run.averages ? ": the model fits this order" : ""}.`);
   if (run.overlaps) wrong(`Without the sampler, both ranks take the same samples${run.averages ? ": rank 1 does no useful work" : ""}.`);
   const far = percent(run, epoch), side = far < 0 ? "below" : "above";
   const than = right ? "" : far ? `, ${Math.abs(far)}\u00a0% ${side} the right run` : ", as in the right run";
   said.push([`Held-out loss${epoch || !right ? "" : ", of samples that no rank trains on,"} after epoch ${epoch + 1}: ${fixed(now.heldOut)}${than}.`]);
   if (!right && !said[0][1]) said.push(["Epoch 1 is like that of the right run."]);
   else if (run.overlaps && far < WORSE) said.push(["Twice as many steps hide the mistake."]);
-  else if (!right && far < WORSE) said.push([far < 0 ? "It is lower by chance." : "The loss does not show the mistake."]);
+  else if (!right && far < WORSE) said.push([far < 0 ? "It is lower by chance." : "The loss does not show it."]);
   return said;
 }
 
@@ -286,12 +286,13 @@ function play(figure) {
     count.textContent = scrub.ariaValueText = `${index + 1} of ${last() + 1}`;
     [scrub.max, scrub.value] = [last() + 1, index + 1];
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
-    back.disabled = !index;
+    [back.disabled, step.disabled] = [!index, index === last()];
+    if (document.activeElement.disabled) figure.focus({ preventScroll: true }); // its keys go on
     label();
   };
   const label = () => {
     caption.ariaLive = timer ? "off" : "polite"; // the next one would cut it off
-    start.textContent = timer ? "Pause" : index === last() ? "Play from the start" : "Play";
+    start.textContent = timer ? "Pause" : index === last() ? "Replay" : "Play";
   };
   const follow = () => {
     const link = location.hash.match(/^#run=([01])([01])([01])&step=(\d+)$/);
