@@ -107,6 +107,15 @@ for (const pre of all(".highlight-diff pre")) {
   dedent();
 }
 
+// A checklist can be ticked.
+for (const box of all(".task-list-item input")) {
+  const label = document.createElement("label"), name = box.nextElementSibling;
+  box.before(label);
+  label.append(box, name);
+  box.disabled = false;
+  box.autocomplete = "off";
+}
+
 // What few need is folded: tests, what changes in imports, and the words of a picture.
 function fold(box, words) {
   const details = document.createElement("details"), summary = details.appendChild(document.createElement("summary"));
