@@ -111,7 +111,18 @@ function draw(v, width) {
   const label = (from, to, words, kind) => to - from < 8 * words.length + 8 ? "" : write((from + to) / 2, y + 29, words, kind);
   const end = x(compute), begin = x(computed[0][1]);
   if (isDdp) out.push(label(left, begin, "forward", "ink mid"), label(begin, end, "backward", "ink b mid"), label(end, gap ? x(cut) : right, `waits ${times(step - compute)}`, "red b mid"));
-  const above = isDdp ? 92 : 73; // from the row of the link to that of the GPUs: DDP has bands between them
+  else { // what the slivers are stands below them: where backward begins, and one gap with an arrow
+    let free = left;
+    const say = (from, words, kind, wide) => (out.push(write(Math.max(from, free), y + 54, words, kind)), free = Math.max(from, free) + wide);
+    const middles = computed.slice(1).flatMap(([next], i) => x(next) - x(computed[i][1]) > 4 && next < cut ? [(x(next) + x(computed[i][1])) / 2] : []);
+    say(left, "forward", "soft", 55);
+    const middle = middles.find((z) => z > free + 4 && z < x(cut) - 120), begun = x(Math.max(computed.find((z) => z[2])[0], cut < step && 0));
+    if (middle && begun > middle + 120) say(middle - 4, "↑ waits for weights", "red", 130);
+    say(begun, "backward", "soft", 0);
+    const [, last] = computed.at(-1);
+    out.push(label(x(last), right, "waits for gradients", "red b mid"));
+  }
+  const above = isDdp ? 111 : 92; // from the row of the link to that of the GPUs: DDP has bands between them
   y += above + 8;
   // Red where GPUs wait, green where they compute.
   const send = (ends, y, height) => {
@@ -138,12 +149,14 @@ function draw(v, width) {
   out.push(`<path class="axis" d="M${left} ${y + 42}v-4H${right}v4"/>`, write(left, y + 55, "0", "soft"), write(right, y + 55, times(step), "soft end"));
   if (gap) {
     const middle = x(cut) + gap / 2;
-    out.push(box(middle - 7, y - above - 2, 14, above + 46, "paper"));
-    for (const top of [y - above, y]) for (const side of [-7, 7]) out.push(`<path class="line" d="M${at(middle + side - 4)} ${top + 32}l8 -32"/>`);
+    out.push(box(middle - 10, y - above - 2, 20, above + 48, "paper"));
+    for (const top of [y - above, y]) for (const side of [-10, 10]) out.push(`<path class="line" d="M${at(middle + side - 4)} ${top + 32}l8 -32"/>`);
   }
   const what = isDdp ? `The link sends ${digits(sent.length)} buckets${wide && per > 1 ? `, ${digits(per)} in a box` : ""}` : "The link sends weights and gradients";
   put(y - 8, [sent.length ? what : "One GPU sends nothing"], "ink b halo");
-  put(y += 78, [`green: sent ${isDdp ? "during backward" : "while GPUs compute"}; red: GPUs wait`], "soft");
+  y += 78;
+  for (const [i, [kind, words]] of [["green", "sent while computing"], ["red", "sent while waiting"]].entries())
+    out.push(box(left + 180 * i, y - 10, 10, 10, kind), write(left + 180 * i + 15, y, words, "soft"));
   if (between.length) put(y += 19, ["above: in a machine; below: between them"], "soft");
   if (gap) put(y += 19, [`//: ${times(resumed - cut)} are left out`], "soft");
   if (!isDdp && !between.length) y += 19;
