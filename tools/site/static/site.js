@@ -215,7 +215,7 @@ if (typeof Search !== "undefined") {
   let pages, also; // for the line above the results
   let marks, phrase, least; // what is marked on a page that is gone to; what is typed or meant; how many of its words do
   let marked; // what is marked in the results: a word counts in all its forms (clip, clipping)
-  const stem = (word) => new Stemmer().stemWord(word).replace(/i$/, ""), literal = (x) => x.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, "\\s+");
+  const stem = (word) => new Stemmer().stemWord(word).replace(/i$/, ""), literal = (x) => x.replace(/[^\w\s]/g, "\\$&").replace(/\s+/g, "\\s+").replaceAll("timeout", "time-?out");
   const begins = (words) => RegExp(`(?<![a-z])(?:${words.map(literal).join("|")})`, "gi");
   Documentation.ngettext = () => `${pages} page${pages > 1 ? "s" : ""}${also ? `; also searched: ${also}` : ""}`;
   Documentation.gettext = (text) => text.startsWith("Your search did not") ? "No page has these words. Try fewer, or others." : gettext(text);
@@ -228,7 +228,7 @@ if (typeof Search !== "undefined") {
     const forms = formsOf(query.toLowerCase().trim()), [, ...terms] = parse(forms.at(-1));
     if (forms.length === 3) terms[0] = new Set(forms); // and not all that is called "all"
     const stems = (words) => [...words].map((x) => x.startsWith(stem(x)) ? stem(x) : x);
-    marks = (forms.length === 3 ? forms : stems(terms[2])).join(" ");
+    marks = (forms.length === 3 ? forms : stems(terms[2])).join(" ").replace("timeout", "$& time-out");
     marked = RegExp(`${begins([...forms, ...forms.length === 3 ? [] : stems(parse(forms[0])[3])]).source}\\w*`, "gi");
     terms[2] = new Set(); // Sphinx marks nothing
     localStorage.removeItem(MARKS);
@@ -282,6 +282,7 @@ if (typeof Search !== "undefined") {
     // In its title, a page has a word for all of its sections.
     const has = (text, x) => text.search(begins([x])) >= 0, title = textOf(main.querySelector("h1")), full = new Map([main, ...names.keys()].map((x) => [x, title + own(x)]));
     for (const x of main.querySelectorAll("p")) if (x.textContent.startsWith("Tests: ")) x.remove();
+    const rows = [...main.querySelectorAll("tbody tr")].map((x) => [x.closest("section[id]"), [...x.cells].map(textOf).join(": ")]);
     for (const x of main.querySelectorAll("pre, table, nav, script, .beside, .ends, section > :is(h1, h2, h3, h4)")) x.remove();
     // A result that is a page shows, and leads to, the section that has it most often.
     const place = anchor && page.getElementById(anchor.slice(1)), places = place || !names.size ? [place || main] : [...names.keys()];
@@ -290,11 +291,15 @@ if (typeof Search !== "undefined") {
     for (const here of places) {
       const text = here === place ? textOf(here) : own(here), lower = text.toLowerCase(), hits = [...text.matchAll(phrase)];
       const hasAll = starts.every((x) => has(full.get(here), x)) ? 10 + 3 * starts.filter((x) => has(title, x)).length : 0;
-      const near = (at) => starts.filter((x) => lower.slice(at, at + 160).includes(x)).length;
+      const near = (at) => starts.filter((x) => has(lower.slice(at, at + 160), x)).length;
       const found = hits.length ? [{ score: 100 + hits.length, at: hits[0].index, long: hits[0][0].length }]
         : [...lower.matchAll(begins(starts))].map(({ index }, _, all) => ({ score: near(index) + hasAll + all.length / 1000, at: index, long: 60 }));
-      if (hasAll) found.push({ score: hasAll, at: 0, long: 160 }); // perhaps all are in its code or tables
-      for (const x of found) if (x.score > best.score) best = { ...x, text, here };
+      if (hasAll) { // perhaps all are in its code or tables: then, the row that has most of them
+        const count = (row) => starts.filter((x) => has(row, x)).length;
+        const [row] = rows.flatMap(([at, row]) => at === here && count(row) ? [row] : []).sort((x, y) => count(y) - count(x));
+        found.push({ score: hasAll, at: 0, long: 160, ...row && { text: row } });
+      }
+      for (const x of found) if (x.score > best.score) best = { text, ...x, here };
     }
     const { text, at, long, here, score } = best, from = Math.max(0, at - 100), end = at + long + 100, shown = document.createElement("p");
     const said = from ? `… ${text.slice(from, end).replace(/^\S* /, "")}` : text.slice(0, end);
