@@ -42,8 +42,11 @@ for (const pre of all(".highlight-sh pre")) {
     pre.innerHTML = lines.map((x) => `<span class="command-line">${x}</span>`).join("");
 }
 
-// An output in columns scrolls, and others wrap.
-for (const pre of all(".highlight-console pre")) pre.classList.toggle("columns", /\S {3}/.test(pre.textContent));
+// An output in columns scrolls, and others wrap. The command above it does so always.
+for (const pre of all(".highlight-console pre")) {
+  pre.classList.toggle("columns", /\S {3}/.test(pre.textContent));
+  pre.innerHTML = pre.innerHTML.replace(/^(<span><\/span>)?<span class="gp">.*\n/gm, '<span class="command-line">$&</span>');
+}
 
 // The empty corner of a table is no header.
 for (const header of all("article th"))
