@@ -73,8 +73,8 @@ const sum = (some) => some.reduce((x, y) => x + y), at = (x) => +x.toFixed(1);
 const box = (x, y, w, h, kind) => `<rect x="${at(x)}" y="${y}" width="${at(Math.max(w, 1))}" height="${h}" class="${kind}"/>`;
 const write = (x, y, words, kind = "ink") => `<text x="${at(x)}" y="${y}" class="${kind}">${words}</text>`;
 
-// [the picture as SVG, so many pixels wide; what it says in words].
-function draw(v, width) {
+// [the picture as SVG, so many pixels wide; what it says in words]. Below the sliders, it does not repeat them.
+function draw(v, width, repeats = true) {
   const { job, steps, sent: ready, memory, ways } = predict(v), wide = width > 560, left = 14, right = width - left, out = [];
   const fits = (parts) => sum(parts) <= v["memory-gb"], fitting = memory.filter(([, parts]) => fits(parts)).map(([way]) => way);
   const [first] = fitting, known = fitting.filter((name) => ways[name]);
@@ -102,7 +102,7 @@ function draw(v, width) {
   const rows = (parts, kind, count = parts.length) => (put(y + 20, parts, kind), y += 20 * count);
   rows(wide ? [notes.join("; ")] : notes, "ink b", wide ? 1 : 2);
   rows(fold(told), limit === "compute" ? "ink b" : "red b");
-  rows(fold([`${short(v.parameters)} parameters, ${took(v["step-ms"])} on one GPU`,
+  if (repeats) rows(fold([`${short(v.parameters)} parameters, ${took(v["step-ms"])} on one GPU`,
     `${digits(v.gbit)} Gbit/s, ${digits(v.inside)} GB/s inside`, `${digits(v.machines)} × ${v.gpus} GPUs of ${gb} GB`]), "soft");
   y += 32;
   put(y, [`A step with ${way}: each GPU computes`], "ink b");
@@ -217,6 +217,7 @@ function explore(picture) {
   // At the sliders, the answer is said at the foot of a phone, unless the picture shows it.
   const isSeen = (x) => x.getBoundingClientRect().top < innerHeight && x.getBoundingClientRect().bottom > 0;
   const inSight = new IntersectionObserver(() => status.classList.toggle("said", !isSeen(form) || isSeen(drawing.querySelector(".h"))));
+  let prints = false; // then, there are no sliders
   const show = () => {
     for (const [name, [, unit, , stops]] of FIELDS) {
       const slider = form.elements[name], text = name === "parameters" ? short(values[name])
@@ -226,7 +227,7 @@ function explore(picture) {
     }
     for (const button of figure.querySelectorAll(".presets button"))
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
-    [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320); // 0: it is not laid out yet
+    [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320, prints); // 0: it is not laid out yet
     const answer = drawing.querySelector(".h");
     answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
     inSight.disconnect();
@@ -257,6 +258,8 @@ function explore(picture) {
     else if (target.textContent === "Copy") navigator.clipboard?.writeText(command.textContent);
   };
   addEventListener("hashchange", read);
+  addEventListener("beforeprint", () => show(prints = true));
+  addEventListener("afterprint", () => show(prints = false));
   new ResizeObserver(show).observe(drawing);
   read();
   if (location.hash.includes("=")) figure.closest("section").scrollIntoView();
