@@ -160,8 +160,8 @@ def test_two_ranks_fine_tune_a_llama_as_one_does(llama, tmp_path):
 
 
 LOGITS = "logits = model(input_ids=torch.arange(8, device=device)[None]).logits\n"
-BIAS = """    for block in model.model.layers:
-        torch.nn.init.normal_(block.self_attn.q_proj.bias)
+BIAS = """        for block in model.model.layers:
+            torch.nn.init.normal_(block.self_attn.q_proj.bias)
 """
 MERGED = """
     plain = AutoModelForCausalLM.from_pretrained(name)
@@ -172,7 +172,7 @@ MERGED = """
 @pytest.mark.waits
 def test_lora_is_merged(llama, tmp_path):
     """The plain model computes what the frozen one and its matrices do."""
-    add, saved = "    lora.add_matrices(model)\n", "weights = state_dict.get_model"
+    add, saved = "        lora.add_matrices(model)\n", "weights = state_dict.get_model"
     moved = f"{LOGITS}assert (logits - before).abs().max() > 0.01\n"
     end = "    # tokenizer.save_pretrained(name)\n"
     changes = [
