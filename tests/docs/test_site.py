@@ -123,6 +123,15 @@ def test_a_heading_says_what_happens_without_its_change(visit, address):
     assert tab.locator(".mistakes .stops").inner_text() == "stops with an error"
 
 
+def test_a_whole_program_is_folded(visit):
+    tab = visit("shard_your_model.html")
+    box = tab.locator(".highlight-python", has_text="class Transformer")
+    height = box.bounding_box()["height"]
+    tab.locator(".unfold").click()
+    assert box.bounding_box()["height"] > 5 * height
+    assert not tab.locator(".unfold").count()
+
+
 SEARCHES = """
 batchnorm | convert_your_script.html#train-with-batch-normalization
 class weights | make_it_real.html#use-class-weights

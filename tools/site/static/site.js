@@ -110,6 +110,23 @@ for (const pre of all(".highlight-diff pre")) {
   dedent();
 }
 
+// A whole program is folded.
+for (const box of all("article .highlight-python")) {
+  const lines = box.textContent.trim().split("\n").length;
+  if (lines < 70) continue;
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "unfold";
+  button.textContent = `Show all ${lines} lines`;
+  button.addEventListener("click", () => {
+    box.classList.remove("folded");
+    box.querySelector("pre").focus();
+    button.remove();
+  });
+  box.classList.add("folded");
+  box.after(button);
+}
+
 // A checklist can be ticked.
 for (const box of all(".task-list-item input")) {
   const label = document.createElement("label"), name = box.nextElementSibling;
@@ -357,6 +374,7 @@ if (localStorage.getItem(MARKS) && !location.hash)
   addEventListener("load", () => setTimeout(() => {
     const found = all("article .highlighted").find((x) => !x.closest("h1"));
     found?.closest("details")?.setAttribute("open", "");
+    found?.closest(".folded")?.nextElementSibling.click();
     found?.scrollIntoView({ block: "center" });
   }, 50));
 
