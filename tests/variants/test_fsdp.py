@@ -244,7 +244,7 @@ def train_on_two_hosts(folder, *changes):
 def test_hsdp_sends_less_between_machines(tmp_path):
     """With the lines of the chapter; 2 machines, 2 ranks each, 32 steps."""
     one_mesh = "    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))"
-    code = fence("docs/shard_your_model.md", "init_device_mesh(")
+    code = fence("docs/shard_your_model.md", '("machines", "devices")')
     two_dimensions = indent(code, 4 * " ")
     large = LARGE.replace("1000", "500").replace("12", "2")
     changes = (LAYERS, large), ALL, FEW[1], ("lr=0.01", "lr=0.001")
