@@ -102,7 +102,7 @@ def losses_by_epoch(right, wrong):
     return [(epoch, of_right[epoch], of_wrong[epoch]) for epoch in epochs]
 
 
-# What may differ in a line that two outputs have: not which epoch of how many it is
+# A value that is marked where two outputs differ. The 3/5 of an epoch never is.
 VALUE = r"(?<![/\d])\d+(\.\d+)?(?![/\d])|nan|inf|True|False"
 
 
