@@ -118,6 +118,7 @@ def main():
     dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set = random_split(make_data(1250), [1000, 250])
+    assert args.batch_size % world_size == 0, "the processes must share the batch"
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = DataLoader(
         train_set,

@@ -193,7 +193,7 @@ def test_the_pages_loop_trains_the_same(tmp_path):
     ended = []
     for nprocs, split in [(1, 1), (4, 2)]:
         folder = tmp_path / f"of {nprocs}"
-        words = ["../loop.py", split]
+        words = ["../loop.py", split, 2]
         torchrun(*words, cwd=folder, nprocs=nprocs, PYTHONPATH=ROOT / FOLDER)
         snapshot = load(folder / "loop.pt")
         ended.append((snapshot["MODEL_STATE"], snapshot["OPTIMIZER_STATE"]["state"]))

@@ -64,8 +64,11 @@ function predict(v) {
   return { job, steps, sent: buckets(job, nodes, cluster), memory, ways };
 }
 
-const times = (...seconds) => (seconds.at(-1) < 10
-  ? `${seconds.map((x) => digits(1e3 * x)).join(" of ")} ms` : `${seconds.map((x) => x.toFixed(1)).join(" of ")} s`);
+// In one unit, that of the last
+const times = (...seconds) => {
+  const [unit, size] = [["ms", 1e-3], ["s", 1], ["min", 60], ["h", 3600]][[10, 600, 7200].filter((most) => seconds.at(-1) >= most).length];
+  return `${seconds.map((x) => size < 1 ? digits(x / size) : (x / size).toFixed(1)).join(" of ")} ${unit}`;
+};
 const took = (ms) => ms < 1000 ? `${digits(ms)} ms` : `${(ms / 1e3).toFixed(1)} s`;
 const digits = (x) => x.toLocaleString("en", x < 10 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 0 });
 const typed = (x) => x < 1e6 ? x : x.toExponential().replace("+", ""), short = (x) => x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -89,7 +92,7 @@ function draw(v, width, repeats = true) {
   const bar = ([from, to], y, height, kind) => out.push(box(x(from), y, x(to) - x(from) - (isDdp ? 1 : 0), height, kind));
   const gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
-  const percent = (name) => `${(100 * ways[name][1]).toFixed(0)} %`;
+  const percent = (name) => ways[name][1] < 0.01 ? "under 1 %" : `${(100 * ways[name][1]).toFixed(0)} %`;
   const needs = Object.fromEntries(memory.map(([name, parts]) => [name, `${digits(sum(parts))} GB`])), hybrid = memory.find(([name]) => name === "HSDP")[1];
   const head = isDdp ? `DDP: ${percent(way)} efficient` : !first ? `Nothing fits: ${way} needs ${needs[way]}`
     : wide ? `DDP does not fit: take ${way}, ${percent(way)} efficient` : `Take ${way}: ${percent(way)} efficient`;
@@ -229,7 +232,7 @@ function explore(picture) {
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320, prints); // 0: it is not laid out yet
     const answer = drawing.querySelector(".h");
-    answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
+    answer.innerHTML = answer.innerHTML.replace(/(under )?\d+ %/, '<tspan class="percent">$&</tspan>');
     inSight.disconnect();
     for (const x of [answer, form]) inSight.observe(x);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;

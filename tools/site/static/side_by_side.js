@@ -49,8 +49,9 @@ if (one) {
 // The list of explanations covers them, until one of them is chosen.
 for (const list of all(".ideas ul")) list.addEventListener("click", () => (list.parentElement.open = false));
 
-const names = document.querySelector(".names");
-names?.addEventListener("change", () => {
+const names = document.querySelector(".names"), keys = document.querySelector("[data-keys]");
+names?.addEventListener("change", ({ target }) => {
+  if (target === keys) return;
   const [from, to] = [names.elements.old.value, names.elements.new.value];
   if (from === to) location.href = names.querySelector("[aria-label^=Swap]").href;
   else location.href = `${from}--${to}.html`;
@@ -78,7 +79,6 @@ document.querySelector(".highlight")?.addEventListener("pointerdown", ({ target,
 
 // The keys lead to the change after, or before, the one that was gone to, if it is still
 // in sight, or else the one at the top of the page. What is folded away is left out.
-const keys = document.querySelector("[data-keys]");
 const fields = "select, textarea, input:not([type=checkbox], [type=radio])";
 addEventListener("keydown", (event) => {
   const step = { n: 1, p: -1 }[event.key];
