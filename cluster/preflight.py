@@ -474,7 +474,9 @@ def work(host, timeout_s, cpu, link_gbit):
         stop(f"{type(problem).__name__}: {problem}".splitlines()[0], 1.25 * timeout_s)
     findings = [finding for *_, found in everybody for finding in found]
     if rank == 0:
-        show(findings, f"{world_size} processes compute, add up, and are fast to reach")
+        hosts = len({its["name"] for _, its, _ in everybody})
+        links = "the links between hosts are fast" if hosts > 1 else "no link is timed"
+        show(findings, f"{world_size} processes compute and add up; {links}")
     # A half-dead connection could hold up the usual exit.
     os._exit(int(bool(findings or COUNTS["FAIL"])))
 

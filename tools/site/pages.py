@@ -13,7 +13,7 @@ GROUPS = {
     "Learn": "0_intro 1_single_gpu 2_multigpu 3_fault_tolerance 4_multinode 5_minGPT"
     " modern_gpt 7_sharding 8_slower theory glossary",
     "Do": "which_one convert_your_script audit adapt_your_script make_it_real"
-    " preflight slurm fine_tune shard_your_model split_your_model predict",
+    " first_hour preflight slurm fine_tune shard_your_model split_your_model predict",
     "When it breaks": "it_hangs nccl troubleshooting messages when_machines_fail",
     "Variants": "ddp_by_hand profiled data_parallel gradient_accumulation"
     " mixed_precision multinode_spawn diloco real_job preemptible ddp2 tensor_parallel"
