@@ -73,7 +73,8 @@ def print_once(text):
 def train(args, model, device, loader, optimizer, epoch):
     model.train()
     for batch_idx, (images, labels) in enumerate(loader):
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -92,7 +93,8 @@ def test(model, device, loader):
         dist.broadcast(buffer, src=0)
     loss, correct = 0.0, 0
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         output = model(images)
         loss += F.cross_entropy(output, labels, reduction="sum").item()
         correct += (output.argmax(1) == labels).sum().item()
@@ -126,12 +128,14 @@ def main():
         sampler=sampler,
         drop_last=True,
         num_workers=args.workers,
+        pin_memory=use_cuda,
     )
     test_loader = DataLoader(
         test_set,
         batch_size=args.batch_size,
         sampler=range(rank, len(test_set), world_size),
         num_workers=args.workers,
+        pin_memory=use_cuda,
     )
 
     model = Net().to(device)

@@ -58,7 +58,8 @@ class Net(nn.Module):
 def train(args, model, device, loader, optimizer, epoch):
     model.train()
     for batch_idx, (images, labels) in enumerate(loader):
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -73,7 +74,8 @@ def test(model, device, loader):
     model.eval()
     loss, correct = 0.0, 0
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         output = model(images)
         loss += F.cross_entropy(output, labels, reduction="sum").item()
         correct += (output.argmax(1) == labels).sum().item()
@@ -97,11 +99,13 @@ def main():
         batch_size=args.batch_size,
         shuffle=True,
         num_workers=args.workers,
+        pin_memory=use_cuda,
     )
     test_loader = DataLoader(
         test_set,
         batch_size=args.batch_size,
         num_workers=args.workers,
+        pin_memory=use_cuda,
     )
 
     model = Net().to(device)

@@ -75,7 +75,8 @@ def print_once(text):
 def train(args, model, device, loader, optimizer, epoch):
     model.train()
     for batch_idx, (images, labels) in enumerate(loader):
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -94,7 +95,8 @@ def test(model, device, loader):
         dist.broadcast(buffer, src=0)
     loss, correct = 0.0, 0
     for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         output = model(images)
         loss += F.cross_entropy(output, labels, reduction="sum").item()
         correct += (output.argmax(1) == labels).sum().item()
@@ -134,6 +136,7 @@ def main():
         sampler=sampler,
         drop_last=True,
         num_workers=args.workers,
+        pin_memory=use_cuda,
         worker_init_fn=ignore_sigterm,
         multiprocessing_context="fork" if args.workers else None,
     )
@@ -142,6 +145,7 @@ def main():
         batch_size=args.batch_size,
         sampler=range(rank, len(test_set), world_size),
         num_workers=args.workers,
+        pin_memory=use_cuda,
         worker_init_fn=ignore_sigterm,
         multiprocessing_context="fork" if args.workers else None,
     )
