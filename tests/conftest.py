@@ -28,7 +28,7 @@ from tools.run import launch  # noqa: E402
 from tools.run.processes import Program, end_all, left_over  # noqa: E402
 from tools.scripts import commands, trunk  # noqa: E402
 
-# `pytest` leaves some tests out unless it is told --all or --full.
+# `pytest` leaves some tests out unless it is told --all.
 
 
 def pytest_addoption(parser):
@@ -36,11 +36,6 @@ def pytest_addoption(parser):
         "--all",
         action="store_true",
         help="run the tests marked `waits` as well: hosts, Slurm, hangs, the browser",
-    )
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="--all, and what only a new interpreter shows of each script",
     )
 
 
@@ -59,37 +54,26 @@ in_this_process.setattr(FakeTensorMode, "__enter__", refuse)  # of each compilat
 os.register_at_fork(after_in_child=in_this_process.undo)
 
 
-left_out = {}  # {option: {folder: how many of its tests only this option runs}}
+left_out = collections.Counter()  # {folder: how many of its tests are left out}
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test that is named, as `FILE::TEST`, runs as with --full."""
-    if config.getoption("--full") or any("::" in name for name in config.args):
+    """A test that is named, as `FILE::TEST`, runs as with --all."""
+    if config.getoption("--all") or any("::" in name for name in config.args):
         return
-    leave_out("full", "--full", config, items)
-    if not config.getoption("--all"):
-        leave_out("waits", "--all", config, items)
-
-
-def leave_out(mark, option, config, items):
-    marked = [item for item in items if item.get_closest_marker(mark)]
-    left_out[option] = collections.Counter(item.path.parent.name for item in marked)
-    config.hook.pytest_deselected(items=marked)
-    items[:] = [item for item in items if item not in marked]
+    waiting = [item for item in items if item.get_closest_marker("waits")]
+    left_out.update(item.path.parent.name for item in waiting)
+    config.hook.pytest_deselected(items=waiting)
+    items[:] = [item for item in items if item not in waiting]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """Print which tests were left out, below all that pytest prints."""
-    reasons = {
-        "--full": "they need new interpreters",
-        "--all": "they take long, test the tools or need more than pip",
-    }
-    for option, folders in left_out.items():
-        if folders:
-            counts = ", ".join(f"{count} in {name}" for name, count in folders.items())
-            line = f"Left out, because {reasons[option]}: {counts}."
-            print(f"{line} To run them too: pytest {option}")
+    if left_out:
+        counts = ", ".join(f"{count} in {name}" for name, count in left_out.items())
+        reason = "they take long, test the tools or need more than pip"
+        print(f"Left out, because {reason}: {counts}. To run them too: pytest --all")
 
 
 # Runs

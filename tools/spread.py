@@ -14,28 +14,27 @@ Not reached are mingpt/train.py and variants/train_loop.py, which have no parent
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from tools.scripts import ALL_EDGES, ROOT, ancestry
 
 
-def merge(parent, child, root):
+def merge(parent, child):
     """`child` with what has changed in `parent` since the last commit, or None."""
     show = f"git show HEAD:{parent}"
     with tempfile.NamedTemporaryFile() as committed:
-        subprocess.run(show.split(), cwd=root, check=True, stdout=committed)
+        subprocess.run(show.split(), cwd=ROOT, check=True, stdout=committed)
         merge = f"git merge-file -p -q {child} {committed.name} {parent}"
-        done = subprocess.run(merge.split(), cwd=root, stdout=subprocess.PIPE)
+        done = subprocess.run(merge.split(), cwd=ROOT, stdout=subprocess.PIPE)
     return done.stdout if done.returncode == 0 else None
 
 
-def spread(root=ROOT):
+def spread():
     """The scripts that were changed, and those that need a hand."""
     changed = []
     conflicts = []
     for parent, child in sorted(ALL_EDGES, key=lambda edge: len(ancestry(edge[1]))):
-        path = Path(root, child)
-        text = merge(parent, child, root)
+        path = ROOT / child
+        text = merge(parent, child)
         if text is None:
             conflicts.append(child)
         elif text != path.read_bytes():

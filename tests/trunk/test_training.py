@@ -48,9 +48,10 @@ MULTIGPU = "multigpu.py"
 MULTINODE = "multinode.py"
 
 
-def variants_wait(names, mark=pytest.mark.waits):
+def variants_wait(names):
     """`names`, the variants among them for `--all`: runs of their own are dear."""
-    return [pytest.param(name, marks=mark if "/" in name else ()) for name in names]
+    waits = pytest.mark.waits
+    return [pytest.param(name, marks=waits if "/" in name else ()) for name in names]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -85,7 +86,7 @@ def test_the_first_command_has_nothing_to_complain_about(typed, name):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
-@pytest.mark.parametrize("name", variants_wait(DISTRIBUTED, mark=pytest.mark.full))
+@pytest.mark.parametrize("name", variants_wait(DISTRIBUTED))
 def test_no_gloo_thread_outlives_main(name, tmp_path):
     """One that does may abort the process at exit, or hang it.
 

@@ -24,7 +24,7 @@ TEXT_TESTS = (
 SITE_TESTS = "tests/docs/test_site.py tests/docs/test_side_by_side.py"
 # `-k` finds the tests that have the script among their parameters or in their file,
 # those of the stand-in and the zoo as well.
-OWN_TESTS = "pytest -q --full -p tools.prove.skip_proven -k"
+OWN_TESTS = "pytest -q --all -p tools.prove.skip_proven -k"
 
 
 def checks(name, text_only):

@@ -64,7 +64,7 @@ def run_tests(child, text, tests):
         temporary.mkdir()
         written = folder / ".verdict"
         # pytest starts in half the time if it need not say why an assertion fails.
-        words = "python -m pytest --full -q -p tools.prove.verdict --assert=plain"
+        words = "python -m pytest --all -q -p tools.prove.verdict --assert=plain"
         words += " --continue-on-collection-errors -m"
         files = sorted({test.partition("::")[0] for test in tests})
         fork = Program(

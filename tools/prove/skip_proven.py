@@ -1,6 +1,6 @@
 """A plugin of pytest: a waiting test that has passed runs again only if it may fail.
 
-    python -m pytest --full -m "waits or full" -p tools.prove.skip_proven
+    python -m pytest --all -m waits -p tools.prove.skip_proven
 
 It may fail if its file has changed, a file that this one names, a file that all tests
 share, or a script. If a parameter of the test is a script, then only this script, those
@@ -57,7 +57,7 @@ def proof_of(item):
 def pytest_collection_modifyitems(config, items):
     known = record.read()
     for item in items:
-        if item.get_closest_marker("waits") or item.get_closest_marker("full"):
+        if item.get_closest_marker("waits"):
             proofs[item] = proof_of(item)
     same = [item for item in proofs if proofs[item] in known]
     config.hook.pytest_deselected(items=same)
