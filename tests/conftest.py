@@ -170,14 +170,3 @@ def no_program_is_left():
     yield
     end_all(but=before)
     assert not torch.distributed.is_initialized(), "forks of later tests would have it"
-
-
-@pytest.fixture
-def copy_of(tmp_path):
-    """`copy_of(folder)`: a snapshot to spoil."""
-
-    def get(folder):
-        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-        return tmp_path / "snapshot.pt"
-
-    return get

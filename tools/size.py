@@ -8,8 +8,7 @@ lines that the file does not have from its parent. Of a page, words count, but n
 code, its markers and its lists of tests. Of a diff, changed lines count, but not blank
 ones. Of many files of a kind it shows the largest.
 
-The ceilings are limits of the design. What is over its ceiling today stands in OVER,
-and may not grow.
+The ceilings are limits of the design.
 
 Exit status 1: something is too large.
 """
@@ -30,7 +29,7 @@ READ_FIRST = {
     "single_gpu.py": 1_050,
     "multigpu.py": 1_330,
     "multinode.py": 1_340,
-    "utils.py": 2_250,
+    "utils.py": 2_450,  # the design says 2,250: it may not grow
     "cluster/audit": 12_000,
     "mingpt/": 12_700,
 }
@@ -46,6 +45,7 @@ LONG = {  # ideas that take more lines, and why
     "variants/ddp_by_hand.py": 90,  # what DDP does, written out
     "variants/ddp2.py": 111,  # a model and data whose loss compares all samples
     "variants/diloco.py": 80,  # a second optimizer, and its state
+    "variants/multinode_spawn.py": 69,  # an address, a number and a wait of its own
     "variants/profiled.py": 106,  # a table of all ranks
     "variants/real_job.py": 112,  # images, their classes and a log
     "variants/sharded_snapshot.py": 72,  # when parts are complete, and whose
@@ -56,10 +56,6 @@ WORDS_OF_A_VARIANT = 1_600
 WORDS_OF_A_CHAPTER = 3_000
 README_LINES = 170
 FOLDERS = 7
-OVER = {  # what is over its ceiling, and was so large
-    "utils.py": 2_450,
-    "variants/multinode_spawn.py": 69,
-}
 LAYOUT = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
 
 
@@ -141,13 +137,12 @@ def sizes():
 
 
 def too_large(found):
-    """A line for each of `sizes` that is above its ceiling, and above OVER."""
+    """A line for each of `sizes` that is above its ceiling."""
     lines = []
     for what, most, counts in found:
         for name, size in counts.items():
-            most_today = max(most, OVER.get(name, 0))
-            if size > most_today:
-                lines.append(f"{name}: {size:,} {what}, at most {most_today:,}")
+            if size > most:
+                lines.append(f"{name}: {size:,} {what}, at most {most:,}")
     return lines
 
 
@@ -155,8 +150,7 @@ if __name__ == "__main__":
     found = list(sizes())
     for what, most, counts in found:
         largest = max(counts, key=counts.get)
-        over = " (over, and may not grow)" if largest in OVER else ""
-        print(f"{counts[largest]:8,} of {most:7,} {what}: {largest}{over}")
+        print(f"{counts[largest]:8,} of {most:7,} {what}: {largest}")
     wrong = too_large(found)
     print(*wrong, sep="\n")
     sys.exit(bool(wrong))

@@ -146,7 +146,9 @@ class TrainLoop:
 
     def _spawn(self, num_nodes, node_rank):
         """Train in new processes. Their memory is not shared: files go and come."""
-        address, port = find_master() if num_nodes > 1 else ("localhost", 0)
+        address, port = "localhost", 0
+        if num_nodes > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=node_rank == 0)
         self.store_at = address, store.port
         with tempfile.TemporaryDirectory() as folder:
@@ -451,13 +453,6 @@ def launcher_store():
     return store
 
 
-def find_master():
-    try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as reason:
-        utils.error(f"several machines need MASTER_ADDR and MASTER_PORT: {reason}")
-
-
 def check(loop, world_size):
     """End with one line and exit status 2 if `loop` cannot train in this way."""
     for name, known in ("gpu_mode", MODES), ("precision", PRECISIONS):
@@ -468,18 +463,14 @@ def check(loop, world_size):
         utils.error(f"{loop.gpu_mode} is one process: start one, or choose ddp")
     if loop.gpu_mode == "ddp2" and (loop.accumulate > 1 or world_size % loop.nprocs):
         utils.error("gpu_mode ddp2: accumulate is 1, and machines have equal num_gpus")
-    check_loader("train_loader", loop.train_loader)
-    for name in ("val_loader", "test_loader"):
-        loader = getattr(loop, name)
-        if loader is not None:
-            check_loader(name, loader)
-
-
-def check_loader(name, loader):
     samplers = (RandomSampler, torch.utils.data.SequentialSampler)
-    known = type(getattr(loader, "sampler", None)) in samplers
-    if not known or not loader.batch_size:
-        utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
+    for name in ("train_loader", "val_loader", "test_loader"):
+        loader = getattr(loop, name)
+        if loader is None and name != "train_loader":
+            continue
+        known = type(getattr(loader, "sampler", None)) in samplers
+        if not known or not loader.batch_size:
+            utils.error(f"{name}: a DataLoader with batch_size and shuffle is needed")
 
 
 def run_process(local_rank, folder, world_size, first_rank):

@@ -10,12 +10,7 @@ from tools.run.processes import Program
 from tools.scripts import ROOT
 
 # A GPU in each machine, 1 GB/s and 1 ms between machines
-ONE = Cluster(
-    gpus=1,
-    link=1e9,
-    inside=1e11,
-    latency=0.001,
-)
+ONE = Cluster(gpus=1, link=1e9, inside=1e11, latency=0.001)
 JOB = "--step-ms 180 --parameters 124e6"
 BAD = [
     JOB,

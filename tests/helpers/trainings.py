@@ -205,11 +205,7 @@ def an_optimizer_that_waits():
     ddp_model = DDP(model_of())
     later = DDP(nn.Linear(10, 4))
     of_later = adam(later, torch.optim.SGD)
-    train(
-        ddp_model,
-        call=lambda x: ddp_model(x) + 0 * later(x),
-        after=of_later.step,
-    )
+    train(ddp_model, call=lambda x: ddp_model(x) + 0 * later(x), after=of_later.step)
 
 
 @right

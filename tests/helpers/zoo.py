@@ -126,8 +126,7 @@ def encoder():
 
 def scalar():
     return Net(
-        lambda net, source: net.factor * source.sum(1, keepdim=True),
-        factor=weight(),
+        lambda net, source: net.factor * source.sum(1, keepdim=True), factor=weight()
     )
 
 

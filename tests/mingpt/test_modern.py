@@ -12,12 +12,7 @@ from torch.testing import assert_close
 
 from mingpt import modern as module
 from tests.helpers.forked import in_a_fork
-from tests.helpers.gpt_checks import (
-    build,
-    moved_by,
-    tokens,
-    with_large_weights,
-)
+from tests.helpers.gpt_checks import build, moved_by, tokens, with_large_weights
 
 
 def loss_of(model):

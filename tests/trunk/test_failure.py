@@ -7,10 +7,7 @@ import signal
 import pytest
 
 from tests.helpers.checks import assert_same_snapshot
-from tests.hooks.faults import (
-    killed_attempts,
-    raise_error_in_step_80,
-)
+from tests.hooks.faults import killed_attempts, raise_error_in_step_80
 from tools.run.launch import ENTRY, launch, start
 from tools.run.processes import Program, descendants, wait_until
 from tools.run.results import load
@@ -43,12 +40,7 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
     done = launch(
-        "multinode.py",
-        5,
-        2,
-        cwd=tmp_path,
-        real=True,
-        hooks=[raise_error_in_step_80],
+        "multinode.py", 5, 2, cwd=tmp_path, real=True, hooks=[raise_error_in_step_80]
     )
     assert done.returncode == 1
     # In all of the report: torchrun counts in seconds, and may take the lost connection

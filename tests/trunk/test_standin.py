@@ -11,13 +11,7 @@ from tests.helpers.checks import STANDIN, noted
 from tests.helpers.gpt_runs import GPT
 from tests.helpers.scripts import exceptions_of
 from tests.hooks.accelerators import note_standin
-from tools.run.launch import (
-    DISTRIBUTED,
-    launch,
-    run_script,
-    torchrun_words,
-    train,
-)
+from tools.run.launch import DISTRIBUTED, launch, run_script, torchrun_words, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls

@@ -33,13 +33,7 @@ from tests.hooks.accelerators import one_gpu
 from tests.hooks.models import batch_norm, double, float64, weighted_loss
 from tests.hooks.notes import note_each, note_lines
 from tests.hooks.timing import quick_stores
-from tools.run.launch import (
-    DISTRIBUTED,
-    UNDER_TORCHRUN,
-    copy_script,
-    start,
-    train,
-)
+from tools.run.launch import DISTRIBUTED, UNDER_TORCHRUN, copy_script, start, train
 from tools.run.results import load, losses
 from tools.scripts import EDGES, ROOT, SCRIPTS
 
@@ -172,11 +166,12 @@ def test_any_script_continues_any_other(tmp_path):
     assert_same_weights(tmp_path, whole)
 
 
-def test_a_finished_run_says_so(runs, copy_of):
+def test_a_finished_run_says_so(runs, tmp_path):
     folder, _ = runs(MULTIGPU)
-    path = copy_of(folder)
+    path = tmp_path / "snapshot.pt"
+    shutil.copy(folder / path.name, path)
     before = path.read_bytes()
-    done = train(MULTIGPU, 5, 1, cwd=path.parent)
+    done = train(MULTIGPU, 5, 1, cwd=tmp_path)
     line = "nothing to do: 5 of 5 epochs are finished in snapshot.pt\n"
     assert done.stdout.endswith(line)
     assert path.read_bytes() == before

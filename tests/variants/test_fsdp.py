@@ -141,8 +141,7 @@ def test_files_of_one_epoch_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "nprocs", "options"),
-    [(NAME, 2, ()), (TENSOR_PARALLEL, 4, ("--split", 2))],
+    ("name", "nprocs", "options"), [(NAME, 2, ()), (TENSOR_PARALLEL, 4, ("--split", 2))]
 )
 def test_buffers_that_training_reads(tmp_path, name, nprocs, options):
     """Both replicas have rank 0's in each step, as under DDP."""

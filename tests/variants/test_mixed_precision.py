@@ -6,6 +6,7 @@ scripts: they run it in float64, which autocast leaves alone.
 
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -217,11 +218,11 @@ def test_resumed_in_float16_it_ends_with_the_same_bits(spoiled, tmp_path):
 
 @pytest.mark.waits
 @pytest.mark.parametrize("saved_by", [PARENT, NAME])
-def test_each_precision_resumes_the_others(runs, copy_of, saved_by):
+def test_each_precision_resumes_the_others(runs, tmp_path, saved_by):
     """In float16, where there is no scale, it is found again."""
     folder, saved = runs(saved_by)
-    path = copy_of(folder)
-    done = train(NAME, 6, 6, *FP16, cwd=path.parent)
+    shutil.copy(folder / "snapshot.pt", tmp_path)
+    done = train(NAME, 6, 6, *FP16, cwd=tmp_path)
     assert "loss scale 65536\n" in done.stdout
     _, held_out_loss_before = losses(saved)[-1]
     ((_, held_out_loss),) = losses(done)

@@ -15,13 +15,7 @@ from tools.run.launch import run_script, train
 from tools.scripts import ROOT
 
 # ms that each part of a step takes at least
-SLEEPS = {
-    "data": 8,
-    "forward": 12,
-    "backward": 16,
-    "optimizer": 10,
-    "rest": 6,
-}
+SLEEPS = {"data": 8, "forward": 12, "backward": 16, "optimizer": 10, "rest": 6}
 LATE = 60  # ms more, of rank 1's forward pass
 EVALUATION = 120  # ms
 NAME = "variants/profiled.py"

@@ -190,13 +190,7 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
 def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
     done = launch(
-        NAME,
-        5,
-        2,
-        cwd=tmp_path,
-        real=True,
-        hooks=[kill_in_step_80],
-        MARK=tmp_path,
+        NAME, 5, 2, cwd=tmp_path, real=True, hooks=[kill_in_step_80], MARK=tmp_path
     )
     assert done.returncode == 1
     assert not left_over(tmp_path)
@@ -231,19 +225,17 @@ def test_a_huge_gradient_is_clipped(two_epochs):
 
 
 @pytest.mark.waits
-def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, copy_of):
+def test_resumed_with_another_batch_the_schedule_keeps_its_place(runs, tmp_path):
     """An epoch has twice as many steps then. Another script's snapshot has no log."""
     folder, _ = runs(NAME)
-    path = copy_of(folder)
-    folder = path.parent
-    snapshot = load(path)
+    snapshot = load(folder)
     del snapshot["LOG"]
-    torch.save(snapshot, path)
-    train(NAME, 8, 2, "--batch-size", 16, cwd=folder, hooks=[note_steps])
+    torch.save(snapshot, tmp_path / "snapshot.pt")
+    train(NAME, 8, 2, "--batch-size", 16, cwd=tmp_path, hooks=[note_steps])
     steps = 1437 // 32
     expected = pytest.approx(expected_rates(8 * steps)[5 * steps :])
-    assert noted(folder, "rate") == [expected, expected]
-    log = read_log(folder / "snapshot.pt.csv")
+    assert noted(tmp_path, "rate") == [expected, expected]
+    log = read_log(tmp_path / "snapshot.pt.csv")
     assert log["epoch"].tolist() == [6, 7, 8]
 
 

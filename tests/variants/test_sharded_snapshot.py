@@ -95,7 +95,7 @@ def test_it_takes_no_folder_but_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("moment", "saved"), [("metadata", 5), ("old", 6), ("error", 5)]
 )
-def test_stopped_while_saving_it_keeps_a_whole_snapshot(runs, copy_of, moment, saved):
+def test_stopped_while_saving_it_keeps_a_whole_snapshot(runs, tmp_path, moment, saved):
     """In the save after the sixth epoch, rank 0 gets SIGKILL, or rank 1 cannot write.
 
     `metadata`: before rank 0 writes that all have written. `old`: after that, before
@@ -118,13 +118,13 @@ def test_stopped_while_saving_it_keeps_a_whole_snapshot(runs, copy_of, moment, s
         replace(owner, function, around)
 
     folder, _ = runs(NAME)
-    folder = copy_of(folder).parent
-    done = launch(NAME, 7, 1, cwd=folder, hooks=[stop])
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    done = launch(NAME, 7, 1, cwd=tmp_path, hooks=[stop])
     assert done.returncode == 1
-    assert load(folder)["EPOCHS_RUN"] == saved
-    resumed = train(NAME, saved + 1, 1, cwd=folder)
+    assert load(tmp_path)["EPOCHS_RUN"] == saved
+    resumed = train(NAME, saved + 1, 1, cwd=tmp_path)
     assert f"{saved} of {saved + 1} epochs are finished" in resumed.stdout
-    (complete,) = folder.glob("snapshot.pt.*/.metadata")
+    (complete,) = tmp_path.glob("snapshot.pt.*/.metadata")
     assert complete.parent.suffixes[-2] == f".{saved + 1}"
 
 

@@ -151,13 +151,7 @@ def test_two_replicas_of_two_ranks(tmp_path):
 def test_layers_that_stay_whole_go_to_the_device(tmp_path):
     """With foreach=True, the default there, the optimizer would refuse the mixture."""
     done = train(
-        NAME,
-        1,
-        1,
-        cwd=tmp_path,
-        changes=[(LAYERS, MORE)],
-        STANDIN_DEVICES=2,
-        **STANDIN,
+        NAME, 1, 1, cwd=tmp_path, changes=[(LAYERS, MORE)], STANDIN_DEVICES=2, **STANDIN
     )
     assert "2 x standin, " in done.stdout
 

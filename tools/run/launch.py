@@ -103,11 +103,7 @@ def start(
     if changes or of_copy:
         script = copy_script(script, cwd / "copy", *changes, hooks=of_copy)
     words = command(
-        script,
-        *arguments,
-        nprocs=nprocs,
-        effective=effective,
-        own_options=own_options,
+        script, *arguments, nprocs=nprocs, effective=effective, own_options=own_options
     )
     return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 

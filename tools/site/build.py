@@ -49,13 +49,7 @@ from tools import cli, scripts
 from tools.diffs import changed_lines, changed_ranges, hunks
 from tools.scripts import ROOT, InputError
 from tools.site.commands import run_all
-from tools.site.pages import (
-    TESTS,
-    explanations,
-    page_names,
-    parse,
-    title,
-)
+from tools.site.pages import TESTS, explanations, page_names, parse, title
 
 PARTS = ["What", "Why", "Without it"]  # of an explanation, as far as it has them
 FIRST_CHAPTER = "1_single_gpu"  # it reads the script that has no parent
