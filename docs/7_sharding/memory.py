@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # see utils.py
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrap
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt.model import GPT, Block, GPTConfig
+from mingpt.model import GPT, GPTConfig
 
 # As in the smallest GPT-2, the embedding is five times as large as a block.
 CONFIG = GPTConfig(block_size=64, vocab_size=4096, n_layer=12, n_head=4, n_embd=64)
@@ -27,7 +26,8 @@ def held(way):
     size = sum(weight.numel() for weight in model.parameters())
     if way in ("FSDP", "HSDP"):
         shape = (2, W // 2) if way == "HSDP" else (1, W)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        names = "replicate", "shard"
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
         for part in [*model, model]:
             fully_shard(part, mesh=mesh)
     else:
@@ -58,7 +58,7 @@ def whole(*names):
     size = sum(weight.numel() for weight in model.parameters())
     alone = map(model.get_submodule, names)
     for part in [*model.transformer.h, *alone, model]:
-        fully_shard(part, mesh=init_device_mesh("cpu", (W,)))
+        fully_shard(part, mesh=dist.init_device_mesh("cpu", (W,)))
     model(torch.zeros(BATCH[:2], dtype=torch.long))
     weights = [weight for weight in model.parameters() if type(weight) is not DTensor]
     return sum(weight.numel() for weight in weights) / size
@@ -70,8 +70,7 @@ def kept(model):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         _ = model(source)
     events = trace.profiler.kineto_results.events()
-    allocations = [event for event in events if event.name() == "[memory]"]
-    allocated = sum(event.nbytes() for event in allocations)
+    allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
     return allocated / (len(model) * source.numel())
 
 
@@ -87,9 +86,7 @@ if __name__ == "__main__":
     lines.append(f"whole after forward       | {root:.0%}; both ends alone, {ends:.0%}")
     model = torch.nn.Sequential(*GPT(CONFIG).transformer.h)
     lines.append(f"activations, all kept     | {kept(model):.1f}")
-    wrap.apply_activation_checkpointing(
-        model, check_fn=lambda module: isinstance(module, Block)
-    )
+    model = torch.nn.Sequential(*map(wrap.checkpoint_wrapper, model))
     lines.append(f"activations, checkpointed | {kept(model):.1f}")
     if dist.get_rank() == 0:
         print("\n".join(lines))

@@ -3,24 +3,16 @@
 python docs/8_slower/batch_size.py
 """
 
+from functools import partial
+
 import torch
 
 SEEDS = 5
 SAMPLES = 2**15
 BATCH = 8
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, momentum=0.9, fused=True)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, fused=True)
-
-
 OPTIMIZERS = {  # and the powers of 2 that are tried as the learning rate for BATCH
-    "SGD": (sgd, range(-9, -4)),
-    "AdamW": (adamw, range(-8, -3)),
+    "SGD": (partial(torch.optim.SGD, momentum=0.9, fused=True), range(-9, -4)),
+    "AdamW": (partial(torch.optim.AdamW, fused=True), range(-8, -3)),
 }
 
 
@@ -41,11 +33,10 @@ def output(models, source):
     return torch.baddbmm(second_bias, hidden, second)
 
 
-def held_out_loss(make_optimizer, lr, batch, start, train_data, new, truth):
+def held_out_loss(make_optimizer, lr, batch, start, source, targets, new, truth):
     """The mean of SEEDS models after one epoch; inf if a constant would do better."""
     models = [tensor.clone().requires_grad_() for tensor in start]
     optimizer = make_optimizer(models)
-    source, targets = train_data
     steps = SAMPLES // batch
     for step in range(steps):
         warm_up = (step + 1) / (0.1 * steps)
@@ -70,7 +61,7 @@ if __name__ == "__main__":
     new = torch.randn(SEEDS, 4096, 10, generator=rng)
     noise = torch.randn(SEEDS, SAMPLES, 1, generator=rng)
     noisy = output(teachers, source) + noise
-    setup = start, (source, noisy), new, output(teachers, new)
+    setup = start, source, noisy, new, output(teachers, new)
     print("optimizer   N  steps    kept  x sqrt(N)     x N   best of x1 to x64")
     for name, (make, powers) in OPTIMIZERS.items():
         tuned = {}

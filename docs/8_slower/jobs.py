@@ -5,10 +5,10 @@ import time
 import torch
 
 
-def large(layers=6, width=512):
+def large(width=512):
     """20 features to 1 output; 1.6 million parameters."""
     parts = [torch.nn.Linear(20, width), torch.nn.ReLU()]
-    for _ in range(layers):
+    for _ in range(6):
         parts += [torch.nn.Linear(width, width), torch.nn.ReLU()]
     return torch.nn.Sequential(*parts, torch.nn.Linear(width, 1))
 

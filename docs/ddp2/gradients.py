@@ -36,40 +36,25 @@ def only_mine(mine):
     return mine
 
 
-def of_all(mine, views, log_scale):
-    """Every rank computes the loss of all points."""
-    return of_own(views, views, log_scale, first=0)
-
-
-def of_own(mine, views, log_scale, first=None):
-    """Each rank computes the loss of its own points, of which `first` is the first."""
-    if first is None:
-        first = len(mine) * dist.get_rank()
-    partners = torch.arange(first, first + len(mine))
+def loss_of(points, views, log_scale):
+    """points: those of which this rank computes the loss, its own or all of `views`."""
+    first = len(points) * dist.get_rank() % len(views)  # 0 if it takes all
+    partners = torch.arange(first, first + len(points))
     loss = 0
     for view in (0, 1):
-        scores = mine[:, view] @ views[:, 1 - view].T * log_scale.exp()
+        scores = points[:, view] @ views[:, 1 - view].T * log_scale.exp()
         loss += F.cross_entropy(scores, partners)
     return loss / 2
 
 
-WAYS = {
-    "gathered with gradient": (with_gradient, of_all, 1),
-    "... the loss of own points": (with_gradient, of_own, 1),
-    "own part put in": (own_put_in, of_all, 1),
-    "... and the loss times 4": (own_put_in, of_all, 4),
-    "others without gradient": (without_gradient, of_own, 1),
-    "no gather, plain DDP": (only_mine, of_all, 1),
+WAYS = {  # how the views come, whether a rank takes its own points alone, a factor
+    "gathered with gradient": (with_gradient, False, 1),
+    "... the loss of own points": (with_gradient, True, 1),
+    "own part put in": (own_put_in, False, 1),
+    "... and the loss times 4": (own_put_in, False, 4),
+    "others without gradient": (without_gradient, True, 1),
+    "no gather, plain DDP": (only_mine, False, 1),
 }
-
-
-def averaged(loss, encoder, log_scale):
-    """(gradient of the encoder, gradient of the temperature), as DDP averages them."""
-    gradients = torch.autograd.grad(loss, [encoder, log_scale])
-    for gradient in gradients:
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-    return gradients
 
 
 def main():
@@ -79,13 +64,20 @@ def main():
     points = torch.randn(64, 1, 20, dtype=torch.float64)
     source = points + torch.randn(64, 2, 20, dtype=torch.float64)
 
-    def gradients(source, gather, loss_of, factor):
+    def gradients(source, gather, own_points, factor):
+        """(gradient of the encoder, of the temperature), as DDP averages them."""
         output = F.normalize(source @ encoder.T, dim=-1)
-        loss = factor * loss_of(output, gather(output), log_scale)
-        return averaged(loss, encoder, log_scale)
+        views = gather(output)
+        points = output if own_points else views
+        loss = factor * loss_of(points, views, log_scale)
+        found = torch.autograd.grad(loss, [encoder, log_scale])
+        for gradient in found:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return found
 
     # Each rank encodes everything: nothing has to be gathered.
-    true, true_of_scale = gradients(source, only_mine, of_all, 1)
+    true, true_of_scale = gradients(source, only_mine, False, 1)
     mine = source.chunk(dist.get_world_size())[dist.get_rank()]
     lines = [f"{'way':26}  length  angle  temperature"]
     for name, way in WAYS.items():

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # see utils.py
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 
 class Model(torch.nn.Module):
@@ -142,7 +141,7 @@ def save_on_rank_0():
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh("cpu", (2,))
     tokens = torch.arange(4)
     clip()
     accumulate()
