@@ -39,23 +39,24 @@ WIDTH = 512  # of the model's hidden layers
 TIMEOUT_S = 1800  # that one run of a script may take
 
 
-def run(name, folder, ranks, samples, batch_size, *options, hosts=(), **env):
+def run(name, folder, ranks, samples, batch, *options, hosts=(), **env):
     """The figures of the last epoch of a script, as measured_epoch.py explains them.
 
     They are the mean of all ranks; the seconds are those of the slowest. samples: of an
-    epoch. hosts: one for each rank, or none.
+    epoch. batch: those of a step of all ranks. hosts: one for each rank, or none.
     """
     for file in folder.glob("measured.*.json"):
         file.unlink()
     networks = " ".join(f"/proc/{host.pid}/ns/net" for host in hosts)
     if hosts:
         env["GLOO_SOCKET_IFNAME"] = "eth0"
-    words = [2, 2, "--device", "cpu", "--batch-size", batch_size, *options]
+    words = [2, 2, "--device", "cpu", *options]
     launch.train(
         name,
         *words,
         cwd=folder,
         nprocs=ranks,
+        batch=batch,
         hooks=[measured_epoch.measure, measured_epoch.cut_layers],
         timeout_s=TIMEOUT_S,
         changes=[("MyTrainDataset(2048)", f"MyTrainDataset({samples})")],
@@ -79,14 +80,13 @@ def measure(name, args, folder, hosts, ranks=1, pause_s=0, rate=None):
     its_hosts = hosts if rate else []
     for host in its_hosts:
         host.slow(f"{rate}mbit")
-    batch = args.batch_size
-    samples = batch * ranks * args.steps
-    size = launch.batch_size(name, batch * ranks, ranks)
+    batch = args.batch_size * ranks
+    samples = batch * args.steps
     env = {"OMP_NUM_THREADS": 1, "PAUSE_S": pause_s / PIECES.get(name, 1)}
-    found = run(name, folder, ranks, samples, size, hosts=its_hosts, **env)
+    found = run(name, folder, ranks, samples, batch, hosts=its_hosts, **env)
     for key in ("seconds", "computes", "sent_bytes"):
         found[key] /= args.steps
-    return found | {"speed": batch / found["seconds"]}
+    return found | {"speed": args.batch_size / found["seconds"]}
 
 
 def median_of(turns):

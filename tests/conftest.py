@@ -100,14 +100,12 @@ def standin(tmp_path_factory):
 
 @made_once
 def runs(folder, name, nprocs=2, hooks=()):
-    """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs at an effective batch of 64.
+    """`runs(name, nprocs=2)`: (folder, Done) of 5 epochs.
 
-    The run saves every second epoch. Its processes are forks. hooks: those of `launch`,
+    The run saves every second epoch. Its processes are forks. hooks: those of `start`,
     in a tuple.
     """
-    done = launch.train(
-        name, 5, 2, cwd=folder, nprocs=nprocs, effective=64, hooks=hooks
-    )
+    done = launch.train(name, 5, 2, cwd=folder, nprocs=nprocs, hooks=hooks)
     return folder, done
 
 
@@ -133,12 +131,12 @@ def killed(folder, name):
     The last rank gets SIGKILL in its third epoch, when 2 epochs are saved. The scripts
     of the root run in new interpreters, because how they end is the claim.
     """
-    done = launch.launch(
+    done = launch.train(
         name,
         5,
         2,
         cwd=folder,
-        effective=64,
+        status=1 if name in launch.DISTRIBUTED else -signal.SIGKILL,
         real=name in trunk(),
         hooks=[kill_in_step_80],
         MARK=f"killed {name}",
@@ -156,9 +154,7 @@ def probes(folder, name, nprocs=2, hooks=()):
     hooks: others to attach before this one, in a tuple.
     """
     hooks = [*hooks, probe]
-    done = launch.train(
-        name, 2, 1, cwd=folder, nprocs=nprocs, effective=66, hooks=hooks
-    )
+    done = launch.train(name, 2, 1, cwd=folder, nprocs=nprocs, batch=66, hooks=hooks)
     ranks = nprocs if name in launch.DISTRIBUTED else 1
     return noted(folder, "probe", ranks), done
 

@@ -68,8 +68,6 @@ def test_a_weighted_mean_on_several_processes(case, tmp_path):
                 "multigpu.py",
                 3,
                 3,
-                "--batch-size",
-                64 // nprocs,
                 cwd=cwd,
                 nprocs=nprocs,
                 changes=[own_task, ("lr=0.001", "lr=0.1"), *changes],

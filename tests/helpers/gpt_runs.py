@@ -35,7 +35,7 @@ def gpt(folder, options, nprocs=None, status=0, real=False, hooks=(), **env):
     """Run mingpt.train on a small text, all of it ASCII: Done.
 
     options: as typed, besides TINY's. nprocs: the processes that torchrun starts; None
-    if python starts it. status: how it must end. real, hooks, env: those of `launch`.
+    if python starts it. status: how it must end. real, hooks, env: those of `start`.
     """
     start = torchrun_words(nprocs) if nprocs else ["python"]
     words = [*start, *f"{GPT} {options}".split()]

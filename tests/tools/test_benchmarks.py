@@ -27,7 +27,7 @@ def test_the_bytes_of_a_ring_are_counted(tmp_path):
     with Hosts(3, tmp_path) as hosts:
         # Two steps, in which each of three ranks takes 8 samples
         samples = 2 * 3 * 8
-        figures = scaling.run("multigpu.py", tmp_path, 3, samples, 8, hosts=hosts)
+        figures = scaling.run("multigpu.py", tmp_path, 3, samples, 3 * 8, hosts=hosts)
     ring = 2 * (2 * (3 - 1) / 3 * BYTES_OF_GRADIENTS)  # in two steps
     assert ring < figures["sent_bytes"] < 1.06 * ring
 
@@ -56,7 +56,7 @@ def test_diloco_sends_less(tmp_path):
     with Hosts(2, tmp_path) as hosts:
         samples = 10 * 2 * 8
         name = "variants/diloco.py"
-        figures = scaling.run(name, tmp_path, 2, samples, 8, *options, hosts=hosts)
+        figures = scaling.run(name, tmp_path, 2, samples, 2 * 8, *options, hosts=hosts)
     ring = 3 * BYTES_OF_GRADIENTS
     assert ring < figures["sent_bytes"] < 1.06 * ring
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.checks import assert_same_snapshot
 from tests.hooks.faults import killed_attempts, raise_error_in_step_80
-from tools.run.launch import ENTRY, launch, start
+from tools.run.launch import ENTRY, start, train
 from tools.run.processes import Program, descendants, wait_until
 from tools.run.results import load
 from tools.scripts import ROOT
@@ -29,8 +29,8 @@ def test_a_rank_that_is_killed_is_named(killed, name):
 
 
 def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
-    done = launch("multigpu.py", 5, 2, cwd=tmp_path, hooks=[raise_error_in_step_80])
-    assert done.returncode == 1
+    hooks = [raise_error_in_step_80]
+    done = train("multigpu.py", 5, 2, status=1, cwd=tmp_path, hooks=hooks)
     assert "-- Process 1 terminated with the following error:" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: planted")
 
@@ -39,10 +39,8 @@ def test_multigpu_names_the_rank_and_shows_its_traceback(tmp_path):
 @pytest.mark.waits
 def test_multinode_shows_the_traceback_of_the_rank_that_failed(tmp_path):
     """In a fork, torchrun itself would do what `@record` does."""
-    done = launch(
-        "multinode.py", 5, 2, cwd=tmp_path, real=True, hooks=[raise_error_in_step_80]
-    )
-    assert done.returncode == 1
+    hooks = [raise_error_in_step_80]
+    done = train("multinode.py", 5, 2, status=1, cwd=tmp_path, real=True, hooks=hooks)
     # In all of the report: torchrun counts in seconds, and may take the lost connection
     # of rank 0 for the root cause.
     report = done.stderr.split(" FAILED\n")[1]
@@ -104,12 +102,13 @@ def test_an_error_lets_gloos_threads_free_their_tensors():
     assert done.stdout == "[2, 2, 2, 2]\n", done
 
 
-def restarted(folder, kills, restarts):
+def restarted(folder, status, kills, restarts):
     """Run 5 epochs of multinode.py, killed so often, with the documents' cure."""
-    return launch(
+    return train(
         "multinode.py",
         5,
         1,
+        status=status,
         cwd=folder,
         real=True,
         hooks=[killed_attempts],
@@ -125,8 +124,7 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
 
     Were the store shared, an attempt could read the addresses of the one before.
     """
-    done = restarted(tmp_path, kills=2, restarts=2)
-    assert done.returncode == 0, done.stderr
+    done = restarted(tmp_path, status=0, kills=2, restarts=2)
     found = re.findall(r"attempt (\d) has port (\d+)", done.stdout)
     attempts, ports = zip(*found, strict=True)
     assert attempts == ("0", "1", "2")
@@ -139,8 +137,7 @@ def test_restarts_after_kills_end_with_the_same_bits(runs, tmp_path):
 
 @pytest.mark.waits
 def test_restarts_are_used_up(tmp_path):
-    done = restarted(tmp_path, kills=9, restarts=1)
-    assert done.returncode == 1
+    done = restarted(tmp_path, status=1, kills=9, restarts=1)
     # On a busy machine, both ranks have failed when torchrun looks. It then takes the
     # rank that wrote down its error for the first.
     report = done.stderr.split("FAILED")[1]

@@ -86,7 +86,7 @@ def run_on_gpu(*words, cwd, nprocs=None, status=0, **env):
 def test_a_script_trains_as_on_the_cpu(runs, name, tmp_path):
     """Its stderr is clean."""
     hooks = hooks_to_compare(name)
-    done = train(name, 5, 2, "--batch-size", 64, cwd=tmp_path, hooks=hooks, **ONE)
+    done = train(name, 5, 2, cwd=tmp_path, hooks=hooks, **ONE)
     assert f"1 x {KIND}, batch 64 each: effective batch 64" in done.stdout
     _, on_the_cpu = runs(task_of(name), 1, hooks)
     assert_near(losses(done), losses(on_the_cpu))

@@ -17,7 +17,7 @@ from tests.helpers.checks import assert_same_snapshot, noted
 from tests.helpers.forked import in_a_fork
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks.notes import note_device, note_memory
-from tools.run.launch import DISTRIBUTED, launch, train
+from tools.run.launch import DISTRIBUTED, train
 from tools.run.results import load
 from tools.scripts import trunk
 
@@ -103,8 +103,7 @@ def test_weights_that_are_nan_are_not_saved(tmp_path, nan):
     step = "        self.optimizer.step()\n"
     in_third_epoch = f"        if self.epochs_run == 2: {nan}\n"
     changes = [(step, step + in_third_epoch)]
-    done = launch("single_gpu.py", 5, 1, cwd=tmp_path, changes=changes)
-    assert done.returncode == 2
+    done = train("single_gpu.py", 5, 1, status=2, cwd=tmp_path, changes=changes)
     line = "single_gpu.py: error: the loss is nan, not saved to snapshot.pt\n"
     assert done.stderr == line
     snapshot = load(tmp_path)

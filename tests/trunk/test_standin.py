@@ -11,7 +11,7 @@ from tests.helpers.checks import STANDIN, noted
 from tests.helpers.gpt_runs import GPT
 from tests.helpers.scripts import exceptions_of
 from tests.hooks.accelerators import note_standin
-from tools.run.launch import DISTRIBUTED, launch, run_script, torchrun_words, train
+from tools.run.launch import DISTRIBUTED, run_script, torchrun_words, train
 from tools.run.processes import Program
 from tools.run.results import losses
 from tools.scripts import ROOT, SCRIPTS, calls
@@ -25,7 +25,8 @@ def test_two_ranks_on_one_device_are_refused(tmp_path):
     """As NCCL refuses them, so that the other tests show what it would."""
     own = "utils.set_device(args.device, rank, world_size)"
     first = "utils.set_device(args.device, 0, world_size)"
-    done = launch("multigpu.py", 1, 1, cwd=tmp_path, changes=[(own, first)], **STANDIN)
+    how = {"cwd": tmp_path, "changes": [(own, first)], **STANDIN}
+    done = train("multigpu.py", 1, 1, status=1, **how)
     assert " use one device" in done.stderr
 
 
@@ -45,7 +46,6 @@ def test_devices_train_as_the_cpu_and_no_step_waits(runs, name, devices, tmp_pat
             2,
             cwd=tmp_path,
             nprocs=devices,
-            effective=64,
             hooks=[note_standin],
             STANDIN_DEVICES=devices,
             **STANDIN,

@@ -46,7 +46,7 @@ def note_batches(script):
 def test_every_batch_goes_through_the_wrapper(tmp_path):
     """Also those of the evaluation. Without a GPU, the model gets them as they are."""
     hooks = [note_batches]
-    done = train(NAME, 1, 1, "--batch-size", 60, cwd=tmp_path, hooks=hooks)
+    done = train(NAME, 1, 1, batch=60, cwd=tmp_path, hooks=hooks)
     assert done.stdout.splitlines()[2] == PASSES
     (seen,) = noted(tmp_path, ranks=1)
     assert seen["wrapper"] == "DataParallel"

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.checks import help_of, noted
 from tests.hooks import replace, write
-from tools.run.launch import launch, run_script, train
+from tools.run.launch import run_script, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
 
@@ -67,27 +67,26 @@ def train_odd(script):
 def test_an_odd_model_is_trained_as_by_ddp_and_by_one_process(tmp_path):
     """On three ranks, in both ways. `Odd` and `train_odd` say what is odd."""
 
-    def trained(way, name, batch_size, *options, changes=()):
+    def trained(way, name, *options, changes=()):
         folder = tmp_path / way
         done = train(
             name,
             2,
             2,
-            "--batch-size",
-            batch_size,
             *options,
             cwd=folder,
             nprocs=3,
+            batch=66,
             own_options=False,
             changes=changes,
             hooks=[train_odd],
         )
         return load(folder), losses(done)
 
-    alone = trained("alone", "single_gpu.py", 66)
-    ddp = trained("ddp", PARENT, 22, changes=[UNUSED])
-    plain = trained("plain", NAME, 22)
-    in_buckets = trained("buckets", NAME, 22, *BUCKETS, changes=[SMALL])
+    alone = trained("alone", "single_gpu.py")
+    ddp = trained("ddp", PARENT, changes=[UNUSED])
+    plain = trained("plain", NAME)
+    in_buckets = trained("buckets", NAME, *BUCKETS, changes=[SMALL])
     for mine in (plain, in_buckets):
         torch.testing.assert_close(mine, ddp, rtol=0, atol=2e-6)
         torch.testing.assert_close(mine, alone, rtol=0, atol=5e-6)
@@ -178,8 +177,7 @@ def test_the_bytes_are_those_of_ddp_that_finds_unused_parameters(tmp_path):
 def test_a_second_backward_in_a_step_is_refused(tmp_path):
     """Its gradients would come too late for a bucket that has left."""
     twice = ("loss.backward()", "loss.backward(retain_graph=True); loss.backward()")
-    done = launch(NAME, 1, 1, cwd=tmp_path, changes=[twice])
-    assert done.returncode == 1
+    done = train(NAME, 1, 1, status=1, cwd=tmp_path, changes=[twice])
     assert "RuntimeError: a second backward() in one step" in done.stderr
 
 

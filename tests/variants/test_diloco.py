@@ -50,7 +50,8 @@ def weights_after(ranks_by_epoch):
 def test_a_machine_leaves_and_comes_back(tmp_path):
     """Nothing is lost, and all begin with rank 0's weights."""
     for end, ranks in ((2, 2), (3, 1), (5, 2)):
-        done = train(NAME, end, 1, *OPTIONS, cwd=tmp_path, nprocs=ranks, changes=[SEED])
+        how = {"nprocs": ranks, "batch": 32 * ranks, "changes": [SEED]}
+        done = train(NAME, end, 1, *OPTIONS, cwd=tmp_path, **how)
     assert "3 of 5 epochs are finished" in done.stdout
     expected = weights_after([2, 2, 1, 2, 2])
     assert weights(tmp_path) == pytest.approx(expected, rel=1e-4)

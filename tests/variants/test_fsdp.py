@@ -25,7 +25,7 @@ from tests.hooks import replace
 from tests.hooks.models import float64, running_mean
 from tests.hooks.parts import limit_memory, note_held
 from tools.run import hosts
-from tools.run.launch import copy_script, launch, train
+from tools.run.launch import copy_script, train
 from tools.run.results import load, losses
 
 NAME = "variants/fsdp.py"
@@ -82,16 +82,7 @@ def test_trains_blocks_as_multinode_does(tmp_path):
     pieces = []
     for name, epochs, nprocs in [(NAME, 1, 2), (NAME, 2, 4), ("multinode.py", 3, 1)]:
         hooks = [train_blocks, note_held] if name == NAME else [train_blocks]
-        done = train(
-            name,
-            epochs,
-            1,
-            "--batch-size",
-            64 // nprocs,
-            cwd=tmp_path,
-            nprocs=nprocs,
-            hooks=hooks,
-        )
+        done = train(name, epochs, 1, cwd=tmp_path, nprocs=nprocs, hooks=hooks)
         pieces += losses(done)
     for held in noted(tmp_path, "held", ranks=4):
         assert held["mapped"]
@@ -141,15 +132,17 @@ def test_files_of_one_epoch_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "nprocs", "options"), [(NAME, 2, ()), (TENSOR_PARALLEL, 4, ("--split", 2))]
+    ("name", "nprocs", "batch", "options"),
+    [(NAME, 2, 64, ()), (TENSOR_PARALLEL, 4, 32, ("--split", 2))],
 )
-def test_buffers_that_training_reads(tmp_path, name, nprocs, options):
+def test_buffers_that_training_reads(tmp_path, name, nprocs, batch, options):
     """Both replicas have rank 0's in each step, as under DDP."""
     hooks = [running_mean, float64]
     changes = (MODEL, LAYERS), ("lr=0.001", "lr=0.01")
     parent = tmp_path / "parent"
     expected = train("multinode.py", 2, 2, cwd=parent, changes=changes, hooks=hooks)
-    done = train(name, 2, 2, *options, cwd=tmp_path, nprocs=nprocs, hooks=hooks)
+    how = {"cwd": tmp_path, "nprocs": nprocs, "batch": batch, "hooks": hooks}
+    done = train(name, 2, 2, *options, **how)
     assert_same_losses(losses(done), losses(expected))
 
 
@@ -165,7 +158,7 @@ TIED = """\
 )
 def test_a_parameter_that_two_share(tmp_path, name, who):
     """PyTorch makes two of it, and trains both without a word (FSDP2: 2.11 alone)."""
-    done = launch(name, 1, 1, cwd=tmp_path, changes=[(LAYERS, TIED)])
+    done = train(name, 1, 1, status=1, cwd=tmp_path, changes=[(LAYERS, TIED)])
     assert f"error: {who} share a parameter" in done.stderr
     assert "epoch 1/1" not in done.stdout
 
@@ -184,8 +177,8 @@ def test_ranks_with_unequally_many_batches(tmp_path):
 """
     changes = few, soon, (evaluate, evaluate + note)
     how = {"changes": changes, "hooks": [train_blocks, float64]}
-    one = train(NAME, 1, 1, "--batch-size", 64, cwd=tmp_path / "1", nprocs=1, **how)
-    two = train(NAME, 1, 1, "--batch-size", 32, cwd=tmp_path, **how, **STANDIN)
+    one = train(NAME, 1, 1, cwd=tmp_path / "1", nprocs=1, **how)
+    two = train(NAME, 1, 1, cwd=tmp_path, **how, **STANDIN)
     assert_same_losses(losses(two), losses(one))
     assert two.stdout.count("it evaluates on standin") == 2, "each rank, once"
 
@@ -207,21 +200,20 @@ def test_a_model_too_large_for_one_rank(tmp_path, name):
     freed before.
     """
     changes = [(LAYERS, LARGE), ALL] if name == NAME else [(MODEL, LARGE)]
-    done = launch(
+    done = train(
         name,
         2,
         2,
-        "--batch-size",
-        8,
+        status=0 if name == NAME else 1,
         cwd=tmp_path,
         real=True,
         nprocs=4,
+        batch=32,
         changes=[*changes, *FEW],
         hooks=[limit_memory],
         LIMIT_MB=140,
     )
     no_memory = re.search("can't allocate memory|std::bad_alloc", done.stderr)
-    assert done.returncode == (0 if name == NAME else 1)
     assert bool(no_memory) == (name != NAME)
 
 

@@ -57,7 +57,7 @@ def test_two_machines_train_the_model_of_one_process(tmp_path, runs):
     port = free_port()
     homes = [tmp_path / "0", tmp_path / "1"]
     addresses = ["localhost", "127.0.0.1"]
-    train("single_gpu.py", 2, 2, "--batch-size", 64, cwd=homes[0])
+    train("single_gpu.py", 2, 2, cwd=homes[0])
 
     def start(nr):
         return machine(

@@ -15,7 +15,7 @@ from tests.hooks import replace
 from tests.hooks.faults import sigterm_in_step_80, sigterm_to_launcher_in_step_80
 from tests.hooks.models import in_front
 from tests.hooks.timing import slow_save
-from tools.run.launch import command, copy_script, launch, train
+from tools.run.launch import command, copy_script, train
 from tools.run.processes import Program, left_over
 from tools.run.results import load, losses
 from tools.scripts import ROOT
@@ -70,17 +70,17 @@ def test_sigterm_to_torchrun(runs, tmp_path):
     A fork server, from which they come in Python 3.14, would die.
     """
     options = "num_workers=2, multiprocessing_context='fork', worker_init_fn="
-    done = launch(
+    done = train(
         NAME,
         5,
         2,
+        status=1,  # as after a crash
         cwd=tmp_path,
         real=True,
         changes=[("worker_init_fn=", options)],
         hooks=[sigterm_to_launcher_in_step_80],
         MARK=tmp_path,
     )
-    assert done.returncode == 1, "as after a crash"
     assert "got signal: 15" in done.stderr
     assert not left_over(tmp_path)
     assert done.stdout.endswith("preempted after 1280 samples of the epoch\n")
@@ -105,7 +105,8 @@ def test_weights_that_are_nan_are_not_saved_at_sigterm(tmp_path):
                 self.model.weight.data.fill_(torch.nan)
                 signal.raise_signal(signal.SIGTERM)
 """
-    done = launch(NAME, 5, 1, cwd=tmp_path, changes=[(step, in_third_epoch + step)])
+    changes = [(step, in_third_epoch + step)]
+    done = train(NAME, 5, 1, status=1, cwd=tmp_path, changes=changes)
     line = "error: weight has weights that are not finite, not saved to snapshot.pt"
     assert line in done.stderr
     assert position(tmp_path) == (2, 0)
@@ -200,7 +201,7 @@ def test_the_rest_of_an_epoch_on_more_processes_or_fewer(runs, tmp_path):
     launch_preempted(
         5, 5, "--batch-size", 16, hooks=hooks, end=(2, 1536), cwd=tmp_path, nprocs=4
     )
-    train(NAME, 5, 5, "--batch-size", 64, cwd=tmp_path, nprocs=1)
+    train(NAME, 5, 5, cwd=tmp_path, nprocs=1)
     alone, _ = runs("single_gpu.py")
     assert_same_weights(tmp_path, alone)
 

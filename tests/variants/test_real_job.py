@@ -17,7 +17,7 @@ from tests.hooks import replace, write
 from tests.hooks.faults import kill_in_step_80
 from tests.hooks.models import changes_objects
 from tests.hooks.notes import note_each
-from tools.run.launch import launch, train
+from tools.run.launch import train
 from tools.run.processes import left_over
 from tools.run.results import load
 
@@ -189,10 +189,8 @@ def test_two_workers_of_each_rank_live_on(two_epochs):
 @pytest.mark.waits
 def test_a_killed_rank_leaves_no_worker(tmp_path):
     """Nor the fork server that the workers come from."""
-    done = launch(
-        NAME, 5, 2, cwd=tmp_path, real=True, hooks=[kill_in_step_80], MARK=tmp_path
-    )
-    assert done.returncode == 1
+    how = {"cwd": tmp_path, "real": True, "hooks": [kill_in_step_80]}
+    train(NAME, 5, 2, status=1, MARK=tmp_path, **how)
     assert not left_over(tmp_path)
 
 

@@ -21,7 +21,7 @@ from tests.helpers.checks import (
 from tests.helpers.own_disks import launch_on_own_disks
 from tests.hooks import replace, write
 from tests.hooks.models import changes_objects, float64
-from tools.run.launch import launch, run_script, train
+from tools.run.launch import run_script, train
 from tools.run.results import load, losses
 
 NAME = "variants/sharded_snapshot.py"
@@ -42,7 +42,7 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     second = train(NAME, 2, 1, **how)
     (tmp_path / "snapshot.pt").unlink()
     changes = [("lr=0.01", "lr=0.5")]  # the saved rate counts
-    fourth = train(NAME, 4, 1, "--batch-size", 16, nprocs=4, changes=changes, **how)
+    fourth = train(NAME, 4, 1, nprocs=4, changes=changes, **how)
     (folder,) = tmp_path.glob("snapshot.pt.*")
     assert "saved to snapshot.pt.4." in fourth.stdout
     assert "lr is 0.01 as in snapshot.pt.2." in fourth.stdout
@@ -50,7 +50,7 @@ def test_resumes_on_other_numbers_of_ranks_and_from_and_to_a_plain_file(runs, tm
     (tmp_path / "one_file.py").write_text(code)
     done = run_script(tmp_path / "one_file.py", folder.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    options = "--batch-size", 64, "--snapshot-path", "plain.pt"
+    options = "--snapshot-path", "plain.pt"
     fifth = train("variants/fsdp.py", 5, 2, *options, nprocs=1, **how)
     pieces = losses(first) + losses(second) + losses(fourth) + losses(fifth)
     whole, done = runs(NAME, hooks=(add_buffer,))
@@ -77,7 +77,7 @@ def test_a_folder_of_a_larger_model(runs, tmp_path):
     (saved,) = folder.glob("snapshot.pt.*")
     shutil.copytree(saved, tmp_path / saved.name)
     smaller = "Sequential(*layers)", "Sequential(*layers[:2], torch.nn.Identity())"
-    done = launch(NAME, 9, 1, cwd=tmp_path, changes=[smaller])
+    done = train(NAME, 9, 1, status=1, cwd=tmp_path, changes=[smaller])
     assert f"error: {saved.name} belongs to another model\n" in done.stderr
     assert not done.stdout
 
@@ -119,8 +119,7 @@ def test_stopped_while_saving_it_keeps_a_whole_snapshot(runs, tmp_path, moment, 
 
     folder, _ = runs(NAME)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    done = launch(NAME, 7, 1, cwd=tmp_path, hooks=[stop])
-    assert done.returncode == 1
+    train(NAME, 7, 1, status=1, cwd=tmp_path, hooks=[stop])
     assert load(tmp_path)["EPOCHS_RUN"] == saved
     resumed = train(NAME, saved + 1, 1, cwd=tmp_path)
     assert f"{saved} of {saved + 1} epochs are finished" in resumed.stdout

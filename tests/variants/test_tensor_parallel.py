@@ -17,7 +17,7 @@ from tests.helpers.scripts import LAYERS, MODEL
 from tests.hooks.models import float64
 from tests.hooks.parts import note_held
 from tests.hooks.probe import probe
-from tools.run.launch import launch, torchrun, train
+from tools.run.launch import torchrun, train
 from tools.run.results import load, losses
 from tools.scripts import ROOT
 
@@ -61,14 +61,15 @@ def test_any_split_continues_any_other(tmp_path, model):
     parents_changes = [(step, parents_clip + step), (MODEL, model), RATE]
 
     def train_split(epochs, ranks, split):
-        options = "--batch-size", 64 * split // ranks, "--split", split
         return train(
             NAME,
             epochs,
             1,
-            *options,
+            "--split",
+            split,
             cwd=tmp_path,
             nprocs=ranks,
+            batch=64 * split // ranks,  # of a replica
             changes=changes,
             hooks=[float64],  # in which rounding hides nothing
         )
@@ -78,8 +79,6 @@ def test_any_split_continues_any_other(tmp_path, model):
             PARENT,
             4,
             1,
-            "--batch-size",
-            64,
             "--snapshot-path",
             path,
             cwd=tmp_path,
@@ -126,12 +125,11 @@ def test_two_replicas_of_two_ranks(tmp_path):
         NAME,
         2,
         1,
-        "--batch-size",
-        33,
         "--split",
         2,
         cwd=tmp_path,
         nprocs=4,
+        batch=33,
         hooks=[probe, note_held],
     )
     first, second = replicas(noted(tmp_path, "probe", ranks=4))
@@ -159,13 +157,14 @@ def test_layers_that_stay_whole_go_to_the_device(tmp_path):
 SMALL = "MyTrainDataset(2048)", "MyTrainDataset(31)"
 WRONG = [
     ("--split 4 does not divide 2 ranks", 4, []),
-    ("too few samples: a step takes 32, and there are 31", 2, [SMALL]),
+    ("too few samples: a step takes 64, and there are 31", 2, [SMALL]),
 ]
 
 
 @pytest.mark.parametrize(("line", "split", "changes"), WRONG)
 def test_what_cannot_be_cut_ends_with_a_line(tmp_path, line, split, changes):
-    done = launch(NAME, 1, 1, "--split", split, cwd=tmp_path, changes=changes)
+    options = "--split", split
+    done = train(NAME, 1, 1, *options, status=1, cwd=tmp_path, changes=changes)
     assert f"error: {line}" in done.stderr
     assert not (tmp_path / "snapshot.pt").exists()
 
@@ -196,5 +195,5 @@ def test_the_pages_loop_trains_the_same(tmp_path):
 
 def test_without_the_option_each_rank_is_a_replica(tmp_path):
     done = train(NAME, 1, 1, cwd=tmp_path, own_options=False)
-    assert "2 x cpu, batch 32 each: effective batch 64" in done.stdout
+    assert "2 x cpu, batch 64 each: effective batch 128" in done.stdout
     assert "--split SPLIT ranks that share a layer" in help_of(NAME, tmp_path)

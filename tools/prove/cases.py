@@ -152,9 +152,8 @@ def run(name, ranks, replaced, path):
         script.update(replaced)
 
     script = ROOT / name
-    options = ["--batch-size", launch.batch_size(name, 24, ranks.world)]
-    options += ["--snapshot-path", path]
-    words = launch.command(script, 2, 1, *options, nprocs=ranks.world)
+    how = {"nprocs": ranks.world, "batch": 24}
+    words = launch.command(script, 2, 1, "--snapshot-path", path, **how)
     sys.argv = [str(script), *words[words.index("2") :]]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         warm.execute(script, "__main__", [change])

@@ -46,7 +46,7 @@ def options_of(name, nprocs):
     return options
 
 
-def command(script, total, every, *options, nprocs=2, effective=None, own_options=True):
+def command(script, total, every, *options, nprocs=2, batch=64, own_options=True):
     """The words to type for `script`; see `start`."""
     script = ROOT / script
     name = str(script.resolve().relative_to(home(script)))
@@ -61,8 +61,8 @@ def command(script, total, every, *options, nprocs=2, effective=None, own_option
         words += options_of(name, nprocs)
     if name in SPAWNED:
         words += ["--nprocs", nprocs]
-    if effective:
-        words += ["--batch-size", batch_size(name, effective, nprocs)]
+    each_has_all = shares_a_batch(name) or name not in DISTRIBUTED
+    words += ["--batch-size", batch if each_has_all else batch // nprocs]
     return [str(word) for word in (*words, *options)]
 
 
@@ -80,7 +80,7 @@ def start(
     cwd,
     real=False,
     nprocs=2,
-    effective=None,
+    batch=64,
     own_options=True,
     changes=(),
     hooks=(),
@@ -91,9 +91,9 @@ def start(
     script: its name, or a path to what `copy_script` has made. cwd, env: of Program.
     real: start new interpreters, which cost ten times as much as forks. Forks show the
     same, unless the claim is about how a process starts or ends.
-    nprocs: how many processes, if the script runs as several. effective: the samples
-    that they take together in a step (32 each). own_options: the options of its
-    docstring's command are typed, too; of one given twice, yours counts.
+    nprocs: how many processes, if the script runs as several. batch: the samples that
+    they take together in a step. own_options: the options of its docstring's command
+    are typed, too; of one given twice, yours counts.
     changes: pairs (old, new) of texts to replace in the script. hooks: functions
     that each process of the script calls with the script's globals, a dict, before it
     calls `main`. A test may define them inside; with `real`, they are in tests/hooks.
@@ -103,21 +103,14 @@ def start(
     if changes or of_copy:
         script = copy_script(script, cwd / "copy", *changes, hooks=of_copy)
     words = command(
-        script, *arguments, nprocs=nprocs, effective=effective, own_options=own_options
+        script, *arguments, nprocs=nprocs, batch=batch, own_options=own_options
     )
     return Program(words, cwd, real, hooks=of_fork, **environment(script, env))
 
 
-def launch(script, *arguments, **how):
-    """`start` a script and wait for its end: Done. pytest shows what it has printed."""
-    done = start(script, *arguments, **how).finish()
-    print(done.stdout, done.stderr)
-    return done
-
-
-def train(script, *arguments, timeout_s=TIMEOUT_S, **how):
-    """`launch`, and insist that it ends well."""
-    done = start(script, *arguments, **how).succeed(timeout_s)
+def train(script, *arguments, status=0, timeout_s=TIMEOUT_S, **how):
+    """`start` a script and insist on its exit status: Done. pytest shows its output."""
+    done = start(script, *arguments, **how).end_with(status, timeout_s)
     print(done.stdout, done.stderr)
     return done
 
@@ -136,12 +129,6 @@ def run_script(script, *arguments, cwd, **env):
     """Run a script that starts no other, with any arguments, in a fork: Done."""
     words = ["python", script, *arguments]
     return Program(words, cwd, **environment(script, env)).finish()
-
-
-def batch_size(name, effective, nprocs):
-    """`--batch-size` of each process, so that a step takes `effective` samples."""
-    whole = shares_a_batch(name) or name not in DISTRIBUTED
-    return effective if whole else effective // nprocs
 
 
 def copy_script(name, folder, *changes, hooks=()):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tools.run.launch import launch
+from tools.run.launch import start
 from tools.scripts import ROOT
 from tools.site.home import SWITCHES
 
@@ -69,7 +69,7 @@ def record():
         changes = [*SCENE, *itertools.compress(SWITCHES, map(int, off))]
         with tempfile.TemporaryDirectory() as name:
             how = {"cwd": Path(name), "changes": changes, "hooks": [note_steps]}
-            done = launch("multigpu.py", 3, 3, "--batch-size", 4, **how)
+            done = start("multigpu.py", 3, 3, batch=8, **how).finish()
             key = "".join(off)
             if done.returncode:
                 found[key] = done.stderr.strip().splitlines()[-1]
