@@ -212,7 +212,6 @@ def main(args):
     report.print_setting(
         f"{args.rounds} rounds of {args.steps} steps after 1 to warm up: {device},"
         f" preset {args.preset}, batch {args.batch_size}",
-        "torch",
     )
     columns = {
         "tokens/s": (",.0f", lambda turn: turn.tokens / turn.seconds),

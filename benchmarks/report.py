@@ -29,7 +29,7 @@ def make_parser(doc, **counts):
     return parser
 
 
-def print_setting(plan, *packages):
+def print_setting(plan):
     """Print the command, the machine, the versions, and `plan`, a line in words."""
     module = Path(sys.argv[0]).stem
     command = ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]
@@ -38,10 +38,10 @@ def print_setting(plan, *packages):
     if info.exists():
         names = re.findall("model name.*: (.+)", info.read_text())
         processor = [*names, processor][0]
-    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    torch = importlib.metadata.version("torch")
     print(f"command   {shlex.join(command)}")
     print(f"machine   {processor}, {os.cpu_count()} cores, {platform.system()}")
-    print(f"versions  python {platform.python_version()}, {', '.join(found)}")
+    print(f"versions  python {platform.python_version()}, torch {torch}")
     print(f"plan      {plan}", flush=True)
 
 

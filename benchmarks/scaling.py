@@ -142,7 +142,7 @@ def main(args):
     for rate in RATES:
         links[f"hosts, {rate}M"] = {"ranks": 2, "rate": rate, "pause_s": PAUSE_S}
     steps = f"{args.steps} steps after {args.steps} to warm up"
-    report.print_setting(f"{args.rounds} rounds of {steps}", "torch")
+    report.print_setting(f"{args.rounds} rounds of {steps}")
     columns = {
         "samples/s of a rank": (",.1f", lambda found: found["speed"]),
         "computes": (".0%", lambda found: found["computes"] / found["seconds"]),

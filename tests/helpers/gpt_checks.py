@@ -1,7 +1,4 @@
-"""What must hold for mingpt/model.py and mingpt/modern.py alike.
-
-`module` is one of them, or any module with the same names.
-"""
+"""A small GPT of mingpt/model.py or mingpt/modern.py, and what moves its logits."""
 
 import torch
 
@@ -41,27 +38,3 @@ def moved_by(model, before, after):
 
     moved = logits_of(after) - logits_of(before)
     return moved.abs().amax(dim=(0, 2))
-
-
-def check_causal(model):
-    """A changed token moves no logit before it, but its own and all later ones."""
-    idx = tokens(model)
-    for place in (1, 8, 15):
-        changed = idx.clone()
-        changed[:, place] = (idx[:, place] + 1) % model.config.vocab_size
-        moved = moved_by(model, idx, changed)
-        assert moved[:place].max() < 1e-12, f"token {place} moved a logit before it"
-        assert moved[place:].min() > 1e-6, f"token {place} moved no logit after it"
-
-
-def check_cache(model):
-    """Generation with and without the cache agrees, also past block_size."""
-    idx = tokens(model, length=5)
-
-    def text(use_cache):
-        generator = torch.Generator().manual_seed(4)
-        return model.generate(idx, 32, use_cache=use_cache, generator=generator)
-
-    cached = text(use_cache=True)
-    assert torch.equal(cached[:, :5], idx)
-    assert torch.equal(cached, text(use_cache=False))

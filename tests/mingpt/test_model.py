@@ -12,8 +12,7 @@ from mingpt import model as module
 from tests.helpers.forked import in_a_fork
 from tests.helpers.gpt_checks import (
     build,
-    check_cache,
-    check_causal,
+    moved_by,
     tokens,
     with_large_weights,
 )
@@ -25,6 +24,17 @@ both = pytest.mark.parametrize("which", [module, modern], ids=["model", "modern"
 def configuration(*words):
     words = ["--device", "cpu", "--compile", "off", *words]
     return options.resolve(options.make_parser("").parse_args(words))
+
+
+def check_causal(model):
+    """A changed token moves no logit before it, but its own and all later ones."""
+    idx = tokens(model)
+    for place in (1, 8, 15):
+        changed = idx.clone()
+        changed[:, place] = (idx[:, place] + 1) % model.config.vocab_size
+        moved = moved_by(model, idx, changed)
+        assert moved[:place].max() < 1e-12, f"token {place} moved a logit before it"
+        assert moved[place:].min() > 1e-6, f"token {place} moved no logit after it"
 
 
 @both
@@ -89,7 +99,17 @@ def test_checkpoint_changes_the_memory_and_no_gradient():
 
 @both
 def test_cached_generation_equals_uncached(which):
-    check_cache(with_large_weights(build(which)))
+    """Also past block_size."""
+    model = with_large_weights(build(which))
+    idx = tokens(model, length=5)
+
+    def text(use_cache):
+        generator = torch.Generator().manual_seed(4)
+        return model.generate(idx, 32, use_cache=use_cache, generator=generator)
+
+    cached = text(use_cache=True)
+    assert torch.equal(cached[:, :5], idx)
+    assert torch.equal(cached, text(use_cache=False))
 
 
 @in_a_fork
