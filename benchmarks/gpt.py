@@ -211,7 +211,7 @@ def main(args):
     device = "cpu" if on_cpu else torch.get_device_module().get_device_name()
     report.print_setting(
         f"{args.rounds} rounds of {args.steps} steps after 1 to warm up: {device},"
-        f" preset {args.preset}, batch {args.batch_size}",
+        f" preset {args.preset}, batch {args.batch_size}"
     )
     columns = {
         "tokens/s": (",.0f", lambda turn: turn.tokens / turn.seconds),

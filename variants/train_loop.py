@@ -125,8 +125,7 @@ class TrainLoop:
         self.total_epochs = num_epochs
         if num_gpus == 0 and self.device_name == "auto":
             self.device_name = "cpu"
-            num_gpus = None
-        elif num_gpus == -1:  # all
+        if num_gpus in (0, -1):  # -1: all
             num_gpus = None
         self.nprocs = 1
         self.store_at = None

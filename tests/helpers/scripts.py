@@ -40,7 +40,6 @@ class Exceptions(NamedTuple):
     """In what a script is unlike the others, as far as tests of all scripts ask."""
 
     own_numbers: bool = False  # with any model they differ from its parent's
-    knows_its_end: bool = False  # with a later end, its first epochs are others
     waits: bool = False  # for the device, inside of a step
     leaves: str = ""  # what follows "snapshot.pt" in the names of more files: a pattern
 
@@ -48,7 +47,6 @@ class Exceptions(NamedTuple):
 EXCEPTIONS = {
     "variants/real_job.py": Exceptions(
         own_numbers=True,  # its learning rate changes in each step
-        knows_its_end=True,  # the rate falls until then
         leaves=r"\.csv",  # its log
     ),
     "variants/sharded_snapshot.py": Exceptions(

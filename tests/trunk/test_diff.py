@@ -20,12 +20,6 @@ ALL = [*ALL_EDGES, ("single_gpu.py", "multinode.py")]
 
 
 @pytest.mark.text
-def test_the_root_holds_three_scripts():
-    there = [path.name for path in ROOT.glob("*.py")]
-    assert sorted(there) == ["multigpu.py", "multinode.py", "single_gpu.py", "utils.py"]
-
-
-@pytest.mark.text
 @pytest.mark.parametrize(("parent", "child"), ALL)
 def test_no_noise(parent, child):
     """No line only moved or reformatted, and no comment that goes without its line."""

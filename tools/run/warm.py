@@ -64,10 +64,10 @@ def become(words, hooks):
     run_main(script, arguments, is_module, hooks)
 
 
-def _spawn(hooks, fn, args=(), nprocs=1, join=True, daemon=False):
+def _spawn(hooks, fn, args, nprocs):
     """`torch.multiprocessing.spawn`, whose processes are forks."""
     rank = functools.partial(_spawned, hooks, fn)
-    return _start_forks(rank, args, nprocs, join, daemon=daemon, start_method="fork")
+    return _start_forks(rank, args, nprocs, join=True, start_method="fork")
 
 
 def _start_forks(fn, args, nprocs, join, **how):
