@@ -71,7 +71,6 @@ def test_it_says_what_predict_says(visit):
     stops = tab.evaluate(SLIDERS, 3)
     del stops["parameters"][-11:]  # with 100,000 buckets each
     chance = random.Random(0)
-    limits = set()
     for _ in range(200):
         values = {name: chance.choice(its) for name, its in stops.items()}
         gpus = values["gpus"]
@@ -103,10 +102,8 @@ def test_it_says_what_predict_says(visit):
             found += [seconds, efficiency]
             expected += [sum(step), its_efficiency]
             assert limit == its_limit, values
-            limits.add(limit)
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-9, abs=0), values
-    assert limits == {"compute", "latency", "bandwidth"}
 
 
 def test_the_page_holds_the_picture_of_the_usual_job(visit, tmp_path):

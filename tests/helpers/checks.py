@@ -7,7 +7,6 @@ import runpy
 
 import torch
 from torch.testing import assert_close
-from torch.utils._pytree import tree_map
 
 from tests.hooks.models import float64
 from tools.run.launch import run_script
@@ -112,16 +111,6 @@ def assert_same_weights(place, other):
 def assert_same_snapshot(place, other):
     """Two snapshots are the same, bit for bit."""
     assert same_bits(load(place), load(other))
-
-
-def shape_of(snapshot):
-    """Keys, types and shapes of all that is in a snapshot, without the values."""
-
-    def shape(leaf):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        return (leaf.dtype, leaf.shape) if is_tensor else type(leaf)
-
-    return tree_map(shape, snapshot)
 
 
 def fence(page, text):

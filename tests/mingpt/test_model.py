@@ -21,11 +21,6 @@ CAN_COMPILE = options.can_compile(torch.device("cpu"))
 both = pytest.mark.parametrize("which", [module, modern], ids=["model", "modern"])
 
 
-def configuration(*words):
-    words = ["--device", "cpu", "--compile", "off", *words]
-    return options.resolve(options.make_parser("").parse_args(words))
-
-
 def check_causal(model):
     """A changed token moves no logit before it, but its own and all later ones."""
     idx = tokens(model)
@@ -150,7 +145,8 @@ def test_temperature_and_top_k_choose():
 )
 def test_presets_have_the_parameters_of_gpt2(preset, parameters, accumulate):
     """And eight processes take as many tokens in a step as the page says."""
-    run = configuration("--preset", preset)
+    words = ["--preset", preset, "--device=cpu", "--compile=off"]
+    run = options.resolve(options.make_parser("").parse_args(words))
     assert 8 * run.batch_size * run.block_size == 524_288
     assert run.accumulate == accumulate
     with torch.device("meta"):

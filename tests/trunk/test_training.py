@@ -1,5 +1,6 @@
 """Every script learns, trains the model of its parent, and resumes it bit for bit."""
 
+import math
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.helpers.checks import (
     assert_no_gloo_thread,
@@ -17,14 +19,12 @@ from tests.helpers.checks import (
     noted,
     objects_of,
     observed,
-    shape_of,
     stack,
 )
 from tests.helpers.made_once import made_once
 from tests.helpers.scripts import (
     SAME_TASK_AS_SINGLE_GPU,
     exceptions_of,
-    own_tests,
     task_of,
 )
 from tests.hooks import replace
@@ -34,7 +34,7 @@ from tests.hooks.notes import note_each, note_lines
 from tests.hooks.timing import quick_stores
 from tools.run.launch import DISTRIBUTED, UNDER_TORCHRUN, copy_script, start, train
 from tools.run.results import load, losses
-from tools.scripts import EDGES, ROOT, SCRIPTS
+from tools.scripts import EDGES, SCRIPTS
 
 SINGLE = "single_gpu.py"
 MULTIGPU = "multigpu.py"
@@ -45,14 +45,6 @@ def variants_wait(names):
     """`names`, the variants among them for `--all`: runs of their own are dear."""
     waits = pytest.mark.waits
     return [pytest.param(name, marks=waits if "/" in name else ()) for name in names]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_task_of_its_own_has_a_test_of_its_own(name):
-    """Where `test_learns` below does not know what can be reached."""
-    if task_of(name) == name != SINGLE:
-        text = (ROOT / own_tests(name)).read_text()
-        assert "\ndef test_learns(typed)" in text
 
 
 @pytest.mark.parametrize("name", variants_wait(SAME_TASK_AS_SINGLE_GPU))
@@ -72,10 +64,11 @@ def test_learns(typed, name):
 def test_the_first_command_has_nothing_to_complain_about(typed, name):
     """Not a warning: the first lines that a newcomer sees are the script's own."""
     _, done = typed(name)
-    complaints = done.stderr
+    # torch.profiler logs that it starts and stops. The lines of two ranks may mingle.
+    noise = "USDT:.*"
     if name in UNDER_TORCHRUN:  # torchrun says that it sets OMP_NUM_THREADS
-        complaints = re.sub("(?m)^W.*run.py.*\n", "", complaints)
-    assert not complaints
+        noise += "|W.*run.py.*"
+    assert not re.sub(f"(?m)^({noise})?\n", "", done.stderr)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux has it")
@@ -122,7 +115,7 @@ def test_snapshot_holds_plain_keys(runs, name):
     if name in SAME_TASK_AS_SINGLE_GPU:
         folder_of_single, _ = runs(SINGLE)
         expected = load(folder_of_single)
-        assert shape_of(snapshot) == shape_of(expected)
+        assert_close(snapshot, expected, rtol=0, atol=math.inf)  # but for the values
     pattern = rf"snapshot\.pt({exceptions_of(name).leaves})?"
     for file in os.listdir(folder):
         assert re.fullmatch(pattern, file), "no left-overs"

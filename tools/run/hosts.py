@@ -87,9 +87,6 @@ class Host(Network):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.first = None  # the first process of its namespaces; None while it is off
 
-    def __repr__(self):
-        return self.name
-
     def boot(self):
         """Turn it on, with nothing running."""
         own = f"unshare {SPACES} --fork --mount-proc --kill-child"
@@ -225,7 +222,7 @@ def main(count, command, kill):
             if kill and kill in line:
                 kill = None
                 last = standing.pop()
-                print(f"-- kill {last}", flush=True)
+                print(f"-- kill {last.name}", flush=True)
                 last.kill()
         return any(programs[host].wait() for host in standing)
 

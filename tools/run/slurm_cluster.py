@@ -106,11 +106,10 @@ class Slurm:
         self.run("slurmctld", "-i")
         for node in self.nodes:
             node.run("slurmd", "-N", node.name)
-        self.wait_until(self.all_are_idle, "not all nodes are idle")
-
-    def all_are_idle(self):
-        states = self.run("sinfo", "--noheader", "--format=%T")
-        return set(states.split()) == {"idle"}
+        states = "sinfo", "--noheader", "--format=%T"
+        self.wait_until(
+            lambda: {*self.run(*states).split()} == {"idle"}, "not all nodes are idle"
+        )
 
     def job(self, number):
         """What `scontrol show job` knows, as a dict of strings."""

@@ -205,7 +205,7 @@ def build(args):
     scripts.check_scripts()
     pages = [parse(name) for name in page_names()]
     problems = check_explanations(pages)
-    if args.only is not None:
+    if args.only:
         pages = [page for page in pages if Path(page.name).stem == args.only]
         if not pages:
             raise InputError(f"there is no page {args.only}")

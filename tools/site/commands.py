@@ -242,8 +242,8 @@ def run_all(pages):
     outputs = {}
     problems = []
     names = [page.name for page in pages]
-    here = [proof for proof in record.read() if proof.by == PLACE]
-    known = {proof for proof in here if proof.kind in names}
+    proven = record.read()
+    known = {proof for proof in proven if proof.kind in names and proof.by == PLACE}
     commands = commands_of(pages)
     proofs = {command: proof_of(command, command.lines) for command in commands}
     record.change(drop=known.difference(proofs.values()))

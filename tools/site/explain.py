@@ -28,7 +28,7 @@ def shown(app, docname, page, block):
     """What stands between a block's markers on the site: its diff, or a switch."""
     rights = right_outputs(page)
     right_block = rights.get(block)
-    explains = block.anchor in page.explaining()
+    explains = block.anchor in [other.anchor for other in page.blocks if other.hunks]
     # A block that is the right output of another switch stays as it is.
     if explains and right_block and block not in rights.values():
         right = right_block.console

@@ -61,10 +61,6 @@ class Page:
         text = "\n".join(self.lines[starts[-1] - 1 : end - 1])
         return re.sub(r"(?ms)^```.*?^```", "", text)
 
-    def explaining(self):
-        """The anchors of the headings that explain a change."""
-        return {block.anchor for block in self.blocks if block.hunks}
-
 
 @dataclass(eq=False)
 class Block:
