@@ -28,25 +28,15 @@ def merge(parent, child):
     return done.stdout if done.returncode == 0 else None
 
 
-def spread():
-    """The scripts that were changed, and those that need a hand."""
-    changed = []
-    conflicts = []
+if __name__ == "__main__":
+    conflicts = False
     for parent, child in sorted(ALL_EDGES, key=lambda edge: len(ancestry(edge[1]))):
         path = ROOT / child
         text = merge(parent, child)
         if text is None:
-            conflicts.append(child)
+            conflicts = True
+            print(f"{child}: edit it by hand, it has changed the same lines itself")
         elif text != path.read_bytes():
             path.write_bytes(text)
-            changed.append(child)
-    return changed, conflicts
-
-
-if __name__ == "__main__":
-    changed, conflicts = spread()
-    for name in changed:
-        print(f"{name}: changed")
-    for name in conflicts:
-        print(f"{name}: edit it by hand, it has changed the same lines itself")
-    sys.exit(bool(conflicts))
+            print(f"{child}: changed")
+    sys.exit(conflicts)

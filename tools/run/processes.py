@@ -64,16 +64,14 @@ def clean_env(**extra):
     return {name: str(value) for name, value in env.items() if value is not None}
 
 
-def wait(condition, timeout_s, longest_pause_s=0.02):
+def wait(condition, timeout_s, pause_s=0.01):
     """What `condition()` returns as soon as that is true, or when the time is up."""
     deadline = time.monotonic() + timeout_s
-    pause_s = 0.0005
     while True:
         result = condition()
         if result or time.monotonic() > deadline:
             return result
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_pause_s)
 
 
 def wait_until(condition):
