@@ -137,7 +137,7 @@ def main():
         drop_last=True,
         num_workers=args.workers,
         pin_memory=use_cuda,
-        worker_init_fn=ignore_sigterm,
+        worker_init_fn=ignore_sigterm,  # torchrun sends it to workers, too
         multiprocessing_context="fork" if args.workers else None,
     )
     test_loader = DataLoader(
@@ -146,7 +146,7 @@ def main():
         sampler=range(rank, len(test_set), world_size),
         num_workers=args.workers,
         pin_memory=use_cuda,
-        worker_init_fn=ignore_sigterm,
+        worker_init_fn=ignore_sigterm,  # as above
         multiprocessing_context="fork" if args.workers else None,
     )
 

@@ -53,6 +53,12 @@ def shown(app, docname, page, block):
             html = diff_html(block.script, block.script, diff[2:])
             html = f'<div class="patch">{html}</div>'
         lines[start : end + 1] = raw(html)
+    elif block.faults:  # the words say what changes; here it is seen
+        pairs = [zip("-+", fault, strict=True) for fault in block.faults]
+        diff = [sign + text for pair in pairs for sign, text in pair if text]
+        html = diff_html(block.script, block.script, diff)
+        html = f'<div class="patch">{html}</div>'
+        lines[:1] = [f"With {block.script} changed:", "", *raw(html)]
     return lines
 
 
@@ -63,7 +69,9 @@ def raw(html):
 
 @functools.cache
 def words_by_text(name):
-    """{a line of a file: its words}"""
+    """{a line of a file: its words}; {} of one that only stands on a page"""
+    if not (ROOT / name).exists():
+        return {}
     return dict(zip(read_lines(name), words_of(name), strict=True))
 
 

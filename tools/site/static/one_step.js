@@ -93,11 +93,11 @@ function draw(v, width, repeats = true) {
   const gb = digits(v["memory-gb"]), kinds = ["weights", "gradients", "optimizer"];
   const best = first ? `${first} ${first === "DDP" ? "fits" : "is the first to fit"}` : "no way fits";
   const percent = (name) => ways[name][1] < 0.01 ? "under 1 %" : `${(100 * ways[name][1]).toFixed(0)} %`;
-  const needs = Object.fromEntries(memory.map(([name, parts]) => [name, `${digits(sum(parts))} GB`])), hybrid = memory.find(([name]) => name === "HSDP")[1];
+  const needs = Object.fromEntries(memory.map(([name, parts]) => [name, sum(parts) < 1000 ? `${digits(sum(parts))} GB` : `${digits(sum(parts) / 1e3)} TB`])), hybrid = memory.find(([name]) => name === "HSDP")[1];
   const head = isDdp ? `DDP: ${percent(way)} efficient` : !first ? `Nothing fits: ${way} needs ${needs[way]}`
-    : wide ? `DDP does not fit: take ${way}, ${percent(way)} efficient` : `Take ${way}: ${percent(way)} efficient`;
-  const notes = [first !== "DDP" ? `DDP needs ${needs.DDP} of ${gb}` : take !== way ? `${take} would reach ${percent(take)}` : "",
-    !fits(hybrid) && ways.HSDP[1] > ways[way][1] ? `HSDP would reach ${percent("HSDP")} on GPUs with ${needs.HSDP}` : ""].filter(Boolean);
+    : wide ? `DDP does not fit: take ${way}, ${percent(way)} efficient` : `Take ${way}: ${percent(way)} efficient`.replace(/(under 1 %).*/, "$1");
+  const notes = [first !== "DDP" ? `DDP needs ${needs.DDP} of ${gb} GB` : take !== way ? `${take} would reach ${percent(take)}` : "",
+    !fits(hybrid) && ways.HSDP[1] > ways[way][1] ? `HSDP would reach ${percent("HSDP")} ${wide ? "on GPUs " : ""}with ${needs.HSDP}` : ""].filter(Boolean);
   const told = [`GPUs wait ${times(step - compute, step)}`, `limited by ${limit}`];
   let y = 7;
   out.push(write(left, y += 25, head, "ink b h"));
@@ -177,7 +177,7 @@ function draw(v, width, repeats = true) {
       out.push(box(start, y - 19, sum(parts.slice(0, i + 1)) / longest * full, 21, kinds[i]));
     const over = sum(parts) / v["memory-gb"];
     out.push(write(right - 106, y - 4, needs[name], over > 1 ? "ink b end" : "ink end"), write(right, y - 4, over > 1
-      ? `${digits(over < 10 ? Math.ceil(10 * over) / 10 : over)} × too large` : ways[name] ? percent(name) : "not predicted", "ink end"));
+      ? `${digits(over < 10 ? Math.ceil(10 * over) / 10 : over)} × ${over < 1000 ? "too large" : ""}` : ways[name] ? percent(name) : "not predicted", "ink end"));
   }
   out.push(`<path class="line" d="M${at(line)} ${y - 108}v116"/>`, ...kinds.flatMap((kind, i) => [
     box(left + 90 * i, y + 19, 10, 10, kind), write(left + 90 * i + 15, y + 29, kind, "soft")]));
@@ -232,7 +232,7 @@ function explore(picture) {
       button.ariaPressed = Object.entries(PRESETS[button.textContent]).every(([name, x]) => values[name] === x);
     [drawing.innerHTML, status.textContent] = draw(values, drawing.clientWidth || 320, prints); // 0: it is not laid out yet
     const answer = drawing.querySelector(".h");
-    answer.innerHTML = answer.innerHTML.replace(/(under )?\d+ %/, '<tspan class="percent">$&</tspan>');
+    answer.innerHTML = answer.innerHTML.replace(/\d+ %/, '<tspan class="percent">$&</tspan>');
     inSight.disconnect();
     for (const x of [answer, form]) inSight.observe(x);
     link.href = `#${FIELDS.map(([name]) => `${name}=${typed(values[name])}`).join("&")}`;

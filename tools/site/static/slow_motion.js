@@ -264,7 +264,7 @@ function draw(key, index, room) {
 
 function play(figure) {
   const caption = figure.querySelector("[role=status]"), drawing = figure.querySelector(".drawing");
-  const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count"), scrub = figure.querySelector("[type=range]");
+  const [model, sampler, order] = figure.querySelectorAll("[type=checkbox]"), [start, back, step] = figure.querySelectorAll("button"), count = figure.querySelector(".count"), link = figure.querySelector(".moment"), scrub = figure.querySelector("[type=range]");
   // Where a line is off, what it had is struck.
   for (const row of figure.querySelectorAll("label")) {
     const [right, wrong] = [...row.querySelectorAll("code")].map((x) => x.textContent), off = row.querySelector(".off");
@@ -286,8 +286,8 @@ function play(figure) {
     count.textContent = scrub.ariaValueText = `${index + 1} of ${last() + 1}`;
     [scrub.max, scrub.value] = [last() + 1, index + 1];
     caption.innerHTML = said.map(([words, kind]) => kind ? `<strong class="${kind}">${words}</strong>` : words).join(" ");
-    [back.disabled, step.disabled] = [!index, index === last()];
-    if (document.activeElement.disabled) figure.focus({ preventScroll: true }); // its keys go on
+    [back.ariaDisabled, step.ariaDisabled] = [!index, index === last()]; // they keep the focus
+    link.href = `#run=${key()}&step=${index + 1}`;
     label();
   };
   const label = () => {
@@ -306,7 +306,7 @@ function play(figure) {
     figure.scrollIntoView();
   };
   // The address holds what is shown, to be sent.
-  const keep = () => history.replaceState(null, "", `#run=${key()}&step=${index + 1}`);
+  const keep = () => history.replaceState(null, "", link.href);
   const stop = () => timer = clearTimeout(timer);
   const go = (by) => {
     const all = last() + 1;
@@ -326,8 +326,8 @@ function play(figure) {
     label();
     drawing.scrollIntoView({ block: "nearest" }); // its margins hold what stands above it
   };
-  back.onclick = () => go(-1, stop());
-  step.onclick = () => go(1, stop());
+  back.onclick = () => index && go(-1, stop());
+  step.onclick = () => index < last() && go(1, stop());
   // The picture of the same step in another run, which may have fewer steps in an epoch.
   const like = ({ epoch, step, phase }) => pictures().findLastIndex((x) =>
     x.epoch === epoch && x.phase === phase && (phase === 4 || !(x.step > step)));
