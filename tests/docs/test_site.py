@@ -49,7 +49,7 @@ def test_every_page_names_the_one_before_and_the_next(pages):
         assert not boxes[1].get_text().rstrip().endswith("."), name
     assert before["0_intro"] == "index.html"
     assert before["5_minGPT"] == "4_multinode.html"
-    assert before["fine_tune"] == "make_it_real.html"
+    assert before["fine_tune"] == "slurm.html"
 
 
 # In a browser
