@@ -112,7 +112,7 @@ def train(hosts, kills, seed, workers):
     # While a host is dead, the others wait no longer than this for what it sends.
     copy_script("multinode.py", hosts.folder, ("minutes=5", "seconds=20"))
     where = "--standalone --nproc-per-node=2" if workers else ON_TWO_HOSTS
-    epochs = 40 * kills
+    epochs = 80 * kills
     words = f"torchrun --max-restarts={kills} {where} {SCRIPT} {epochs} 1".split()
     alone = Job(hosts, words, "alone.pt")
     assert alone.supervise(LIMIT_S), "the run that is left alone does not end"
